@@ -1,0 +1,231 @@
+"""`potluck-broker`: reads the model's facts, opens the ports, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+import uvicorn
+
+from potluck.broker.config import BrokerConfig
+from potluck.broker.machine import BrokerMachine
+from potluck.broker.rest import make_app
+from potluck.broker.server import BrokerServer
+from potluck.model.architectures import rules_for
+from potluck.model.facts import ModelFacts, read_facts
+from potluck.model.paths import cache_dir
+from potluck.model.prompt import ModelPrompts
+from potluck.model.reference import reference
+from potluck.model.verified import is_verified
+from potluck.planner.even import plan_even
+from potluck.planner.shape import shape_of
+from potluck.runtime.address import CONTROL_PORT, REST_PORT, RESULTS_PORT, endpoint, split_address
+from potluck.runtime.logs import LEVELS, set_up_logs
+from potluck.runtime.loop import run
+from potluck.runtime.settings import config_option
+from potluck.runtime.zmq_transport import ZmqTransport
+from potluck.wire.errors import PortInUseError, PotluckError
+
+log = logging.getLogger("potluck.broker")
+
+
+@click.command(context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
+@config_option
+@click.option("--model", "-m", required=True, type=click.Path(path_type=Path), help="The model, a GGUF file.")
+@click.option("--alias", help="The name under which clients know the model.  [default: the file's name]")
+@click.option("--listen-address", default="0.0.0.0", help="Address for stages and clients.")
+@click.option("--port", default=CONTROL_PORT, type=click.IntRange(0, 65535), help="Control port.")
+@click.option("--results-port", default=RESULTS_PORT, type=click.IntRange(0, 65535), help="Port for results.")
+@click.option("--http", default=f"127.0.0.1:{REST_PORT}", help="Address of the REST API; 'off' for none.")
+@click.option("--stages", default=1, type=click.IntRange(1, 256), help="Wait for this many stages before planning.")
+@click.option("--slots", default=8, type=click.IntRange(1, 1024), help="Sequences served at the same time.")
+@click.option("--context", default=2048, type=click.IntRange(16), help="Tokens of one sequence, answer included.")
+@click.option("--chunk", default=64, type=click.IntRange(1, 4096), help="Prompt tokens in one micro-batch.")
+@click.option("--queue", default=256, type=click.IntRange(0), help="Requests that may wait for a slot.")
+@click.option("--activation", default="auto", type=click.Choice(["auto", "f32", "f16"]), help="Numbers on the wire.")
+@click.option("--exact/--no-exact", default=False, help="Same bits whatever shares a batch; prefill is slower.")
+@click.option("--heartbeat", default=1.0, type=click.FloatRange(0.01, 3600), help="Seconds between beats.")
+@click.option("--misses", default=3, type=click.IntRange(1, 1000), help="Beats missed before a stage is lost.")
+@click.option("--log-level", default="info", type=click.Choice(LEVELS))
+@click.option("--log-file", type=click.Path(), help="Log to this file instead of the terminal.")
+@click.option("--log-max-size-mb", default=100, type=click.IntRange(1), hidden=True)
+@click.option("--log-max-files", default=5, type=click.IntRange(1), hidden=True)
+def main(
+    config: Path | None,
+    model: Path,
+    alias: str | None,
+    listen_address: str,
+    port: int,
+    results_port: int,
+    http: str,
+    stages: int,
+    slots: int,
+    context: int,
+    chunk: int,
+    queue: int,
+    activation: str,
+    exact: bool,
+    heartbeat: float,
+    misses: int,
+    log_level: str,
+    log_file: str | None,
+    log_max_size_mb: int,
+    log_max_files: int,
+) -> None:
+    """Serve MODEL with the stages that join.
+
+    Start this on one machine, then potluck-stage on each device, with this machine's address.
+    """
+    set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
+    try:
+        facts = read_facts(model)
+        settings = BrokerConfig(
+            heartbeat_s=heartbeat,
+            misses=misses,
+            slots=slots,
+            context_tokens=context,
+            chunk_tokens=chunk,
+            queue_limit=queue,
+            min_stages=stages,
+            activation="f32" if activation == "auto" else activation,
+            exact=exact,
+        )
+        code = run(serve(facts, alias or model.stem, settings, listen_address, port, results_port, http))
+    except PotluckError as error:
+        click.echo(f"potluck-broker: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(code)
+
+
+def make_machine(facts: ModelFacts, name: str, config: BrokerConfig, prompts: ModelPrompts, results_port: int) -> BrokerMachine:
+    """The core for one model. Raises UnsupportedArchitectureError before anything is opened."""
+    rules = rules_for(facts, allow_unlisted=is_verified(cache_dir(), facts))
+    return BrokerMachine(
+        config,
+        reference(facts, name),
+        shape_of(facts, rules, name),
+        prompts,
+        plan_even,
+        # 0.0.0.0 stands for the host by which a stage dials this broker: stages on other networks see other addresses.
+        lambda stage: endpoint("0.0.0.0", results_port),
+        version("potluck"),
+    )
+
+
+async def serve(
+    facts: ModelFacts, name: str, config: BrokerConfig, address: str, port: int, results_port: int, http: str
+) -> int:
+    """Runs one broker until SIGINT or SIGTERM. Returns the exit code."""
+    with contextlib.ExitStack() as stack:
+        transport = ZmqTransport()
+        stack.callback(transport.close)
+        prompts = ModelPrompts(facts, datetime.now)
+        stack.callback(prompts.close)
+        rest = None if http == "off" else _bind_http(http)
+        if rest is not None:
+            stack.callback(rest.close)
+        machine = make_machine(facts, name, config, prompts, results_port)
+        server = BrokerServer(
+            transport,
+            machine,
+            prompts,
+            control=endpoint(address, port),
+            results=endpoint(address, results_port),
+            random_seed=lambda: secrets.randbits(32),
+        )
+        real_results_port = int(server.results_endpoint.rpartition(":")[2])
+        machine.results_endpoint = lambda stage: endpoint("0.0.0.0", real_results_port)
+        server.start()
+        log.info("Model %s: %s, %d layers, %.1f GB.", name, facts.architecture, facts.layers, facts.file_bytes / 1e9)
+        log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
+        stop = asyncio.Event()
+        with _signals(stop.set):
+            web = None
+            if rest is not None:
+                web = asyncio.create_task(_serve_http(server, rest))
+                log.info("REST: http://%s:%d/v1", *rest.getsockname()[:2])
+            await stop.wait()
+        log.info("Stopping.")
+        if web is not None:
+            web.cancel()
+            await asyncio.gather(web, return_exceptions=True)
+        await server.close()
+    return 0
+
+
+def _bind_http(http: str) -> socket.socket:
+    host, port = split_address(http, REST_PORT)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PortInUseError(
+            f"The REST API can't listen on {host}:{port}: {error.strerror}.",
+            hint="Choose another address with --http HOST:PORT, or --http off.",
+        ) from error
+    listener.listen(128)
+    return listener
+
+
+class _Web(uvicorn.Server):
+    """Leaves signals to the broker, which ends the web server itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve_http(server: BrokerServer, listener: socket.socket) -> None:
+    app = make_app(server.gateway, new_id=lambda: secrets.token_hex(12), clock=time.time)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    web = _Web(config)
+    try:
+        await web.serve(sockets=[listener])
+    finally:
+        web.should_exit = True
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `stop`; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    seen = 0
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            sys.stderr.write("Stopped at once.\n")
+            raise SystemExit(128 + number)
+        stop()
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    for number in handled:
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_signal_handler(number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What can happen to a broker: one class per thing that happened, one per outcome. Pure.
+
+The shell builds these from frames and timers. `cause` names what made it happen (a stage, a client, a timer), so that
+`story` can follow one request or stage through everything that touched it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from potluck.wire.errors import PotluckError
+from potluck.wire.ids import BatchId, DeviceName, Epoch, RequestId, StageId
+from potluck.wire.messages import Capabilities, Hop, StageCounters
+from potluck.wire.sampling import Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRegistered(Event):
+    """A stage worker asks to join."""
+
+    stage: StageId
+    device: DeviceName
+    endpoint: str
+    models: tuple[str, ...] = ()
+    capabilities: Capabilities = Capabilities()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBeat(Event):
+    """A frame came from a stage; with a heartbeat also its counters."""
+
+    stage: StageId
+    epoch: Epoch
+    counters: StageCounters | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProgressed(Event):
+    """A stage is part of the way through getting ready."""
+
+    stage: StageId
+    epoch: Epoch
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoaded(Event):
+    """A stage holds what was assigned to it."""
+
+    stage: StageId
+    epoch: Epoch
+    load_s: float
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBroke(Event):
+    """A stage could not load or compute what was assigned to it."""
+
+    stage: StageId
+    epoch: Epoch
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLeft(Event):
+    """A stage said goodbye, or its connection closed."""
+
+    stage: StageId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSubmitted(Event):
+    """A client wants an answer to these prompt tokens."""
+
+    request: RequestId
+    tokens: tuple[int, ...]
+    max_tokens: int | None
+    stops: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCancelled(Event):
+    """Whoever asked no longer wants the answer."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchReturned(Event):
+    """A micro-batch came out of the chain with its sampled tokens, one per wanted result in order."""
+
+    epoch: Epoch
+    batch: BatchId
+    tokens: tuple[int, ...]
+    hops: tuple[Hop, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchBroke(Event):
+    """A stage could not compute a micro-batch."""
+
+    epoch: Epoch
+    batch: BatchId
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed(Event):
+    """`next_deadline` has come."""
+
+
+BrokerEvent: TypeAlias = (
+    StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
+    | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | TimePassed
+)  # fmt: skip

@@ -1,0 +1,160 @@
+"""Where requests come in, whatever brought them: turns a Submit into prompt tokens, and the core's effects into a stream.
+
+REST handlers and the zmq side hold a `Ticket` for each request and read its events; leaving a ticket early cancels the
+request. Knows no HTTP and no sockets; the server connects it to the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from potluck.broker.effects import RequestAccepted, RequestFailed, RequestFinished, RequestText
+from potluck.broker.events import BrokerEvent, RequestCancelled, RequestSubmitted
+from potluck.wire.errors import InvalidValueError, PotluckError, UnknownModelError
+from potluck.wire.ids import RequestId
+from potluck.wire.messages import ChatMessage, StateView, Submit
+
+StreamEvent: TypeAlias = RequestText | RequestFinished
+"""What a ticket yields: text as it comes, and how it ended."""
+
+
+class PromptCodec(Protocol):
+    """The served model's tokenizer and chat template."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a bare prompt, with the model's own opening token."""
+
+    def encode_chat(self, messages: tuple[ChatMessage, ...]) -> list[int]:
+        """Tokens of a chat, by the model's template. Raises RequestError."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, which may be part of a character."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One request being served: `events()` yields until it ends. Raises the request's PotluckError if it fails."""
+
+    request: RequestId
+    prompt_tokens: int
+    _queue: asyncio.Queue[RequestText | RequestFinished | RequestFailed]
+    _cancel: Callable[[RequestId], None]
+    _over: bool = field(default=False)
+
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
+        """The request's events in order; the last one is RequestFinished. Leaving the loop early cancels the request."""
+        try:
+            while True:
+                event = await self._queue.get()
+                match event:
+                    case RequestFailed():
+                        self._over = True
+                        raise event.error
+                    case RequestFinished():
+                        self._over = True
+                        yield event
+                        return
+                    case RequestText():
+                        yield event
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """The client is gone; does nothing once the request has ended."""
+        if not self._over:
+            self._over = True
+            self._cancel(self.request)
+
+
+class Gateway:
+    """Takes requests in and hands their events out."""
+
+    def __init__(
+        self,
+        model: str,
+        codec: PromptCodec,
+        feed: Callable[[BrokerEvent], None],
+        random_seed: Callable[[], int],
+        view: Callable[[], StateView],
+    ) -> None:
+        self.model = model
+        self.codec = codec
+        self.view = view
+        self._feed = feed
+        self._random_seed = random_seed
+        self._tickets: dict[RequestId, Ticket] = {}
+
+    def tokens_of(self, submit: Submit) -> tuple[int, ...]:
+        """The prompt's tokens. Raises RequestError."""
+        given = [submit.prompt is not None, submit.tokens is not None, submit.messages is not None]
+        if sum(given) != 1:
+            raise InvalidValueError("Give exactly one of prompt, tokens and messages.", param="prompt")
+        if submit.model and submit.model not in (self.model, "default"):
+            raise UnknownModelError(
+                f"The model {submit.model} is not served here.", hint=f"Served is {self.model}.", param="model"
+            )
+        if submit.tokens is not None:
+            return submit.tokens
+        if submit.messages is not None:
+            return tuple(self.codec.encode_chat(submit.messages))
+        return tuple(self.codec.encode_prompt(submit.prompt or ""))
+
+    def submit(self, submit: Submit, cause: str) -> Ticket:
+        """Starts a request. Raises the RequestError or UnavailableError that refuses it."""
+        tokens = self.tokens_of(submit)
+        sampling = submit.sampling
+        if not submit.seed_given:
+            sampling = msgspec.structs.replace(sampling, seed=self._random_seed())
+        request = RequestId(submit.request)
+        if request in self._tickets:
+            raise InvalidValueError(f"A request named {request} is already running.", param="request")
+        ticket = Ticket(request, len(tokens), asyncio.Queue(), lambda name: self._leave(name, cause))
+        self._tickets[request] = ticket
+        self._feed(
+            RequestSubmitted(
+                cause=cause,
+                request=request,
+                tokens=tokens,
+                max_tokens=submit.max_tokens,
+                stops=submit.stop,
+                sampling=sampling,
+                ignore_eos=submit.ignore_eos,
+            )
+        )
+        return self._checked(ticket)
+
+    def deliver(self, effect: RequestAccepted | RequestText | RequestFinished | RequestFailed) -> None:
+        """Called by the server for each effect that concerns a request."""
+        ticket = self._tickets.get(effect.request)
+        if ticket is None or isinstance(effect, RequestAccepted):
+            return
+        ticket._queue.put_nowait(effect)
+        if isinstance(effect, RequestFinished | RequestFailed):
+            del self._tickets[effect.request]
+
+    def _checked(self, ticket: Ticket) -> Ticket:
+        """The core answers a submission at once: if it refused, raise that here instead of in the stream."""
+        if ticket.request in self._tickets or ticket._queue.empty():
+            return ticket
+        first = ticket._queue.get_nowait()
+        if isinstance(first, RequestFailed):
+            ticket._over = True
+            raise first.error
+        raise PotluckError("A request ended before it began.")
+
+    def _leave(self, request: RequestId, cause: str) -> None:
+        if self._tickets.pop(request, None) is not None:
+            self._feed(RequestCancelled(cause=cause, request=request))
+
+    def close(self, error: PotluckError) -> None:
+        """Ends every ticket with an error."""
+        for name in list(self._tickets):
+            self.deliver(RequestFailed(name, error))

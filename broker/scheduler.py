@@ -1,0 +1,116 @@
+"""Which tokens travel next: fills a chain with micro-batches, continuously. Pure.
+
+A request joins and leaves between micro-batches. Decode micro-batches carry one token of each of a run of neighbouring
+slots (one ubatch wants ascending, consecutive sequences); with S stages, the sequences that decode are shared out over
+S micro-batches, so that every stage has one. Prompt chunks travel between them: as many as fill the chain when nobody
+decodes, one at a time when everybody does. A prompt's chunks do not wait for each other, only its last one has a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from potluck.broker.state import BrokerState, Chain, Entry, InFlight, Request
+from potluck.wire.ids import BatchId, RequestId, SlotId
+from potluck.wire.messages import MicroBatch, SlotSampling, Span, Trim
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A micro-batch being put together."""
+
+    prefill: bool
+    spans: list[Span] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    trims: list[Trim] = field(default_factory=list)
+    samplings: list[SlotSampling] = field(default_factory=list)
+
+    def add(self, chain: Chain, request: Request, count: int) -> None:
+        """Puts the request's next `count` tokens in."""
+        assert request.slot is not None
+        if request.sent == 0:
+            if request.slot in chain.dirty:
+                self.trims.append(Trim(request.slot, 0))
+                chain.dirty.discard(request.slot)
+            self.samplings.append(SlotSampling(request.slot, request.sampling))
+        wants = 1 if count == request.rest else 0
+        self.spans.append(Span(request.slot, request.sent, count, wants))
+        self.tokens.extend(request.tokens[request.sent : request.sent + count])
+        self.entries.append(Entry(request.slot, request.request, wants))
+        request.sent += count
+
+
+def admit(state: BrokerState, chain: Chain, now: float) -> list[RequestId]:
+    """Gives free slots, lowest first, to the requests that wait longest. Returns who got one."""
+    admitted: list[RequestId] = []
+    for index, owner in enumerate(chain.slots):
+        if not state.waiting:
+            break
+        if owner is not None:
+            continue
+        name, _ = state.waiting.popitem(last=False)
+        request = state.requests[name]
+        request.chain, request.slot, request.sent = chain.chain, SlotId(index), 0
+        if request.started_s is None:
+            request.started_s = now
+        chain.slots[index] = name
+        admitted.append(name)
+    return admitted
+
+
+def fill(state: BrokerState, chain: Chain, chunk_tokens: int, now: float) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
+    """The micro-batches that may enter the chain now, with their tokens; each is in flight once it is yielded."""
+    stages = len(chain.plan.stages)
+    running = [state.requests[name] for name in chain.slots if name is not None]
+    while True:
+        prefills = sum(flight.prefill for flight in chain.in_flight.values())
+        decodes = len(chain.in_flight) - prefills
+        draft = None
+        if decodes < stages:
+            draft = _draft_decode(chain, running, stages)
+        if draft is None and prefills < max(1, stages + 1 - decodes):
+            draft = _draft_prefill(chain, running, chunk_tokens)
+        if draft is None:
+            return
+        batch = BatchId(state.next_batch)
+        state.next_batch += 1
+        chain.in_flight[batch] = InFlight(batch, now, tuple(draft.entries), draft.prefill, len(draft.tokens))
+        message = MicroBatch(batch, tuple(draft.spans), tuple(draft.trims), tuple(draft.samplings))
+        yield message, tuple(draft.tokens)
+
+
+def _draft_decode(chain: Chain, running: list[Request], stages: int) -> _Draft | None:
+    """One token of each of up to a fair share of the decoding requests, in the order of their slots."""
+    decoding = [request for request in running if request.decoding]
+    ready = [request for request in decoding if request.rest == 1]
+    if not ready:
+        return None
+    share = -(-len(decoding) // stages)
+    draft = _Draft(prefill=False)
+    for request in ready[:share]:
+        draft.add(chain, request, 1)
+    return draft
+
+
+def _draft_prefill(chain: Chain, running: list[Request], chunk_tokens: int) -> _Draft | None:
+    """Up to `chunk_tokens` tokens of the prompts that came first, rows in the order of their slots."""
+    waiting = sorted(
+        (request for request in running if request.rest > 0 and not request.decoding),
+        key=lambda request: (request.started_s, request.slot),
+    )
+    room = chunk_tokens
+    takes: list[tuple[Request, int]] = []
+    for request in waiting:
+        if room == 0:
+            break
+        count = min(request.rest, room)
+        takes.append((request, count))
+        room -= count
+    if not takes:
+        return None
+    draft = _Draft(prefill=True)
+    for request, count in sorted(takes, key=lambda take: take[0].slot or 0):
+        draft.add(chain, request, count)
+    return draft

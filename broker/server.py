@@ -1,0 +1,337 @@
+"""The broker's shell: frames and timers in, the core's effects out. Decides nothing.
+
+Control ROUTER and results PULL are read by one task each; each chain's micro-batches leave through a link of their own,
+so that a chain that takes nothing never holds up another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from potluck.broker.clients import ZmqClients
+from potluck.broker.effects import (
+    CloseChain,
+    Effect,
+    ForgetStage,
+    OpenChain,
+    Report,
+    RequestAccepted,
+    RequestFailed,
+    RequestFinished,
+    RequestText,
+    SendBatch,
+    SendToStage,
+)
+from potluck.broker.events import (
+    BatchBroke,
+    BatchReturned,
+    BrokerEvent,
+    StageBeat,
+    StageBroke,
+    StageLeft,
+    StageLoaded,
+    StageProgressed,
+    StageRegistered,
+    TimePassed,
+)
+from potluck.broker.gateway import Gateway, PromptCodec
+from potluck.broker.machine import BrokerMachine
+from potluck.broker.view import snapshot
+from potluck.runtime.transport import Push, Transport
+from potluck.wire.errors import MalformedError, PotluckError, UnavailableError, WireError
+from potluck.wire.frames import Buffer
+from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, StageId
+from potluck.wire.messages import (
+    BatchDone,
+    BatchFailed,
+    Cancel,
+    Envelope,
+    ErrorInfo,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Progress,
+    Ready,
+    Refused,
+    Register,
+    StageFailed,
+    StateQuery,
+    StateView,
+    Submit,
+    decode,
+    encode,
+    int32_array,
+)
+
+log = logging.getLogger("potluck.broker")
+
+CONTROL: frozenset[type] = frozenset(
+    {Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Submit, Cancel, StateQuery}
+)
+RESULTS: frozenset[type] = frozenset({BatchDone, BatchFailed})
+
+
+class _Link:
+    """The way into one chain: a short queue and a task that pushes it."""
+
+    def __init__(self, push: Push) -> None:
+        self.push = push
+        self.queue: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await self.push.send(await self.queue.get())
+
+    def close(self) -> None:
+        self.task.cancel()
+        self.push.close()
+
+
+class BrokerServer:
+    """One broker on one event loop. `start`, then `gateway` takes requests until `close`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        machine: BrokerMachine,
+        codec: PromptCodec,
+        *,
+        control: str,
+        results: str,
+        random_seed: Callable[[], int],
+    ) -> None:
+        self.machine = machine
+        self.gateway = Gateway(machine.model.name, codec, self.feed, random_seed, self.view)
+        self.clients = ZmqClients(self.gateway, self._reply)
+        self.refused_frames = 0
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._control = transport.router(control)
+        try:
+            self._results = transport.pull(results)
+        except PotluckError:
+            self._control.close()
+            raise
+        self._links: dict[ChainId, _Link] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._watchers: set[asyncio.Event] = set()
+        self._last_refusal_log_s = float("-inf")
+
+    @property
+    def control_endpoint(self) -> str:
+        """Where stages and clients connect."""
+        return self._control.endpoint
+
+    @property
+    def results_endpoint(self) -> str:
+        """Where last stages push."""
+        return self._results.endpoint
+
+    def start(self) -> None:
+        """Begins to read the sockets."""
+        self._spawn(self._read_control())
+        self._spawn(self._read_results())
+
+    def view(self) -> StateView:
+        """The cluster now."""
+        return snapshot(self.machine, self._loop.time(), self._started_s)
+
+    async def changed(self) -> None:
+        """Waits for the next event that the core handles; tests and live views wait on this."""
+        seen = asyncio.Event()
+        self._watchers.add(seen)
+        try:
+            await seen.wait()
+        finally:
+            self._watchers.discard(seen)
+
+    async def wait_ready(self) -> None:
+        """Waits until a whole chain serves."""
+        while not self.machine.state.ready:
+            await self.changed()
+
+    async def close(self) -> None:
+        """Ends every request with an error and closes the sockets."""
+        self.gateway.close(UnavailableError("The broker is shutting down.", retry_after_s=10))
+        await asyncio.sleep(0)  # lets the streams send their last frame
+        await self.clients.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in self._links.values():
+            link.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._control.close()
+        self._results.close()
+
+    # ---- the core's clockwork
+
+    def feed(self, event: BrokerEvent) -> None:
+        """One event through the core, and its effects out."""
+        for effect in self.machine.handle(event, self._loop.time()):
+            self._perform(effect)
+        self._set_timer()
+        for watcher in self._watchers:
+            watcher.set()
+
+    def _set_timer(self) -> None:
+        due = self.machine.next_deadline()
+        if self._timer is not None:
+            if due is not None and not self._timer.cancelled() and self._timer.when() == due:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.feed(TimePassed(cause="timer"))
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case SendBatch(chain, epoch, message, tokens):
+                frames = encode(message, epoch, [np.asarray(tokens, "<i4").tobytes()])
+                link = self._links.get(chain)
+                if link is not None:
+                    link.queue.put_nowait(frames)
+            case RequestText() | RequestFinished() | RequestFailed() | RequestAccepted():
+                self.gateway.deliver(effect)
+            case SendToStage(stage, message, epoch):
+                self._control.send(stage.encode(), encode(message, epoch))
+            case OpenChain(chain, _, endpoint):
+                self._links[chain] = _Link(self._transport.push(endpoint))
+            case CloseChain(chain):
+                link = self._links.pop(chain, None)
+                if link is not None:
+                    link.close()
+            case ForgetStage():
+                pass  # the router routes by the stage's own identity, there is no table to clean
+            case Report(level, text):
+                log.log(logging.getLevelNamesMapping()[level.upper()], text)
+
+    # ---- frames in
+
+    async def _read_control(self) -> None:
+        while True:
+            peer, frames = await self._control.recv()
+            try:
+                self._on_control(peer, decode(frames, CONTROL))
+            except WireError as error:
+                self._refuse(peer, error)
+                self._control.send(peer, encode(Refused(ErrorInfo.of(error)), self.machine.state.epoch))
+
+    def _on_control(self, peer: bytes, envelope: Envelope) -> None:
+        message = envelope.message
+        match message:
+            case Submit():
+                return self.clients.submit(peer, message)
+            case Cancel():
+                return self.clients.cancel(peer, message)
+            case StateQuery():
+                self._reply(peer, self.view())
+                return None
+            case _:
+                self.feed(self._stage_event(peer, envelope.epoch, message))
+
+    def _stage_event(self, peer: bytes, epoch: Epoch, message: Message) -> BrokerEvent:
+        try:
+            stage = StageId(peer.decode())
+        except UnicodeDecodeError:
+            raise MalformedError("A stage's identity is not text.") from None
+        cause = f"stage {stage}"
+        match message:
+            case Register():
+                if message.stage != stage:
+                    raise MalformedError("A stage registers under another name than its connection's.")
+                return StageRegistered(
+                    cause=cause,
+                    stage=stage,
+                    device=DeviceName(message.device),
+                    endpoint=message.data_endpoint,
+                    models=message.models,
+                    capabilities=message.capabilities,
+                )
+            case Heartbeat():
+                return StageBeat(cause=cause, stage=stage, epoch=epoch, counters=message.counters)
+            case Progress():
+                share = f" {100 * message.done // message.total} %" if message.total else ""
+                return StageProgressed(cause=cause, stage=stage, epoch=epoch, detail=f"{message.phase}{share}")
+            case Ready():
+                return StageLoaded(
+                    cause=cause, stage=stage, epoch=epoch, load_s=message.load_s, weights_bytes=message.weights_bytes
+                )
+            case StageFailed():
+                return StageBroke(cause=cause, stage=stage, epoch=epoch, error=message.error.restore())
+            case Goodbye():
+                return StageLeft(cause=cause, stage=stage, reason=message.reason or "it left")
+            case _:
+                raise MalformedError(f"{type(message).__name__} is not for the broker.")
+
+    async def _read_results(self) -> None:
+        while True:
+            frames = await self._results.recv()
+            try:
+                self._on_result(decode(frames, RESULTS))
+            except WireError as error:
+                self._refuse(b"", error)
+
+    def _on_result(self, envelope: Envelope) -> None:
+        match envelope.message:
+            case BatchDone() as done:
+                raw = envelope.arrays[0]
+                tokens = int32_array(raw, memoryview(raw).nbytes // 4)
+                self.feed(
+                    BatchReturned(
+                        cause=f"batch {done.batch}",
+                        epoch=envelope.epoch,
+                        batch=BatchId(done.batch),
+                        tokens=tuple(tokens.tolist()),
+                        hops=done.hops,
+                        logprobs=done.logprobs,
+                    )
+                )
+            case BatchFailed() as failed:
+                self.feed(
+                    BatchBroke(
+                        cause=f"batch {failed.batch}",
+                        epoch=envelope.epoch,
+                        batch=BatchId(failed.batch),
+                        error=failed.error.restore(),
+                    )
+                )
+
+    def _refuse(self, peer: bytes, error: WireError) -> None:
+        """Counts a bad frame; at most one log line a second, so that a peer can't fill the disk."""
+        self.refused_frames += 1
+        if self._loop.time() - self._last_refusal_log_s >= 1.0:
+            self._last_refusal_log_s = self._loop.time()
+            log.warning("refused a frame from %s (%d so far): %s", peer.hex() or "?", self.refused_frames, error)
+
+    # ---- frames out
+
+    def _reply(self, peer: bytes, message: Message) -> bool:
+        return self._control.send(peer, encode(message, self.machine.state.epoch))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        task.add_done_callback(_surface)
+        self._tasks.append(task)
+
+
+def _surface(task: asyncio.Task[None]) -> None:
+    """A reader that ends by an error is a bug: say so at once instead of going silent."""
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("a broker task ended: %r", task.exception(), exc_info=task.exception())
+
+
+__all__ = ["CONTROL", "RESULTS", "BrokerServer"]

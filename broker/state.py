@@ -1,0 +1,180 @@
+"""What a broker knows: stages, chains, slots, requests and micro-batches in flight. Pure data, owned by the machine.
+
+`validate` states every invariant between them; tests call it after each event.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from potluck.model.text import TextStream
+from potluck.planner.plan import ChainPlan, StagePlan
+from potluck.wire.errors import PotluckError
+from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
+from potluck.wire.messages import Capabilities, Hop, StageCounters
+from potluck.wire.sampling import Sampling
+
+
+class StageStatus(StrEnum):
+    """Where a stage stands with the broker."""
+
+    SPARE = "spare"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Stage:
+    """One registered stage worker. Times are seconds on the core's clock."""
+
+    stage: StageId
+    device: DeviceName
+    endpoint: str
+    capabilities: Capabilities
+    last_heard_s: float
+    status: StageStatus = StageStatus.SPARE
+    chain: ChainId | None = None
+    place: StagePlan | None = None
+    counters: StageCounters = field(default_factory=StageCounters)
+    weights_bytes: int = 0
+    last_progress_s: float = 0.0
+    detail: str = ""
+    error: PotluckError | None = None
+    breaks: int = 0
+    """Micro-batches in a row that broke on it."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt and what has become of it. `tokens` is the prompt and everything sampled so far."""
+
+    request: RequestId
+    tokens: list[int]
+    prompt_tokens: int
+    max_new: int
+    sampling: Sampling
+    ignore_eos: bool
+    text: TextStream
+    accepted_s: float
+    chain: ChainId | None = None
+    slot: SlotId | None = None
+    sent: int = 0
+    """How many of `tokens` have been sent down the chain; the rest is still to be sent."""
+    started_s: float | None = None
+    first_token_s: float | None = None
+    waiting_since_s: float = 0.0
+    failures: int = 0
+    """How often a micro-batch with this request broke."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def rest(self) -> int:
+        """Tokens not yet sent."""
+        return len(self.tokens) - self.sent
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all but at most the newest sampled token are in the chain's KV caches."""
+        return self.generated > 0 and self.rest <= 1 and self.sent > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One span of a micro-batch in flight."""
+
+    slot: SlotId
+    request: RequestId
+    wants: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A micro-batch somewhere in a chain."""
+
+    batch: BatchId
+    sent_s: float
+    entries: tuple[Entry, ...]
+    prefill: bool
+    tokens: int
+
+
+@dataclass(slots=True)
+class Chain:
+    """One chain of the current plan. `slots[k]` is the request that owns slot k; dirty slots hold stale tokens."""
+
+    chain: ChainId
+    epoch: Epoch
+    plan: ChainPlan
+    slots: list[RequestId | None]
+    dirty: set[SlotId] = field(default_factory=set)
+    ready: set[StageId] = field(default_factory=set)
+    open: bool = False
+    in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
+    last_hops: tuple[Hop, ...] = ()
+
+    @property
+    def stages(self) -> tuple[StageId, ...]:
+        """Who the chain is made of, in order."""
+        return tuple(place.stage for place in self.plan.stages)
+
+
+@dataclass(slots=True)
+class BrokerState:
+    """Everything. Requests leave `requests` when they end."""
+
+    epoch: Epoch = Epoch(0)
+    stages: dict[StageId, Stage] = field(default_factory=dict)
+    chains: dict[ChainId, Chain] = field(default_factory=dict)
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    waiting: OrderedDict[RequestId, None] = field(default_factory=OrderedDict)
+    """Requests without a slot, in the order in which they get one."""
+    next_batch: int = 1
+    tokens_out: int = 0
+    ended: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a whole chain serves."""
+        return any(chain.open for chain in self.chains.values())
+
+    def validate(self) -> None:
+        """Raises AssertionError naming the first invariant that does not hold."""
+        owners: dict[RequestId, tuple[ChainId, SlotId]] = {}
+        for chain in self.chains.values():
+            assert chain.epoch <= self.epoch, f"chain {chain.chain} is of a future epoch"
+            assert not chain.open or chain.ready == set(chain.stages), f"chain {chain.chain} is open but not ready"
+            assert chain.open or not chain.in_flight, f"chain {chain.chain} is closed with micro-batches in flight"
+            for index, owner in enumerate(chain.slots):
+                if owner is None:
+                    continue
+                assert owner not in owners, f"{owner} owns two slots"
+                owners[owner] = (chain.chain, SlotId(index))
+            for stage in chain.stages:
+                assert stage in self.stages, f"chain {chain.chain} counts on the lost stage {stage}"
+            decoding: set[RequestId] = set()
+            for flight in chain.in_flight.values():
+                for entry in flight.entries:
+                    if not flight.prefill:
+                        assert entry.request not in decoding, f"{entry.request} has two tokens in flight at once"
+                        decoding.add(entry.request)
+        for request in self.requests.values():
+            place = None if request.chain is None or request.slot is None else (request.chain, request.slot)
+            assert place == owners.get(request.request), f"{request.request} and its slot disagree"
+            assert (request.request in self.waiting) == (place is None), f"{request.request} neither waits nor runs"
+            assert 0 <= request.sent <= len(request.tokens), f"{request.request} sent tokens it does not have"
+            assert request.generated <= request.max_new, f"{request.request} has more tokens than it asked for"
+            if place is not None and request.rest == 0:
+                flights = self.chains[place[0]].in_flight.values()
+                owed = sum(e.wants for f in flights for e in f.entries if e.request == request.request)
+                assert owed == 1, f"{request.request} waits for {owed} results instead of one"
+        for owner in owners:
+            assert owner in self.requests, f"ended request {owner} still owns a slot"
+        for name in self.waiting:
+            assert name in self.requests, f"ended request {name} still waits"

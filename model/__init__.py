@@ -1,0 +1,1 @@
+"""Potluck's model."""

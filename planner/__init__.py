@@ -1,0 +1,1 @@
+"""Which device holds which layers. Pure: measured facts in, a plan and its reasons out."""

@@ -1,0 +1,66 @@
+"""An even split by bytes: every stage gets as near as can be the same share of the model. Knows nothing of speed.
+
+The cuts minimise the largest share (exact, by dynamic programming over the allowed cuts); of equal ones the first
+found wins, so the same devices always get the same plan. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from potluck.planner.plan import Candidate, ChainPlan, ModelShape, Plan, StagePlan
+from potluck.wire.errors import Phase, PlanError
+
+
+def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
+    """Bounds of `stages` runs of layers, first 0 and last `model.layers`, with the smallest largest run in bytes.
+
+    Raises PlanError when the architecture allows fewer runs than that.
+    """
+    bounds = [0, *sorted(cut for cut in model.cuts if 0 < cut < model.layers), model.layers]
+    if stages > len(bounds) - 1:
+        raise PlanError(
+            f"{model.name} can be cut into at most {len(bounds) - 1} stages, not {stages}.", phase=Phase.PLAN
+        )
+    total = [0]
+    for size in model.layer_bytes:
+        total.append(total[-1] + size)
+
+    def weight(first: int, end: int) -> int:
+        return total[end] - total[first] + (model.head_bytes if end == model.layers else 0)
+
+    # best[k][j]: the smallest possible largest run when bounds[0..j] are covered by k runs, and where the last one began
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, -1)}]
+    for k in range(1, stages + 1):
+        row: dict[int, tuple[int, int]] = {}
+        for j in range(k, len(bounds)):
+            options = [
+                (max(best[k - 1][i][0], weight(bounds[i], bounds[j])), i) for i in range(k - 1, j) if i in best[k - 1]
+            ]
+            if options:
+                row[j] = min(options)
+        best.append(row)
+    cuts = [len(bounds) - 1]
+    for k in range(stages, 0, -1):
+        cuts.append(best[k][cuts[-1]][1])
+    return tuple(bounds[i] for i in reversed(cuts))
+
+
+def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
+    """One chain over all candidates, in the order of their device names, each with an even share of the bytes."""
+    if not candidates:
+        raise PlanError("No stage has joined.", hint="Start potluck-stage on at least one device.", phase=Phase.PLAN)
+    most = len([cut for cut in model.cuts if 0 < cut < model.layers]) + 1
+    ordered = sorted(candidates, key=lambda c: (c.device, c.stage))
+    used, spare = ordered[:most], ordered[most:]
+    bounds = even_cuts(model, len(used))
+    chain = ChainPlan(
+        tuple(StagePlan(c.stage, c.device, a, b) for c, (a, b) in zip(used, pairwise(bounds), strict=True)),
+        model.layers,
+    )
+    reasons = [f"{len(used)} stage{'s' if len(used) > 1 else ''} share {model.layers} layers evenly by bytes."]
+    if spare:
+        names = ", ".join(c.device for c in spare)
+        reasons.append(f"{names} left out: the model can be cut into at most {most} stages.")
+    return Plan((chain,), tuple(reasons), tuple(c.stage for c in spare))

@@ -1,0 +1,284 @@
+"""Asks a broker over ZeroMQ: `Client` for asyncio, `SyncClient` for everything else.
+
+    async with Client("192.168.1.10") as client:
+        async for delta in client.stream(prompt="Hello", max_tokens=20):
+            print(delta.text, end="")
+
+Errors are those of `wire.errors`, rebuilt from what the broker said. Leaving a stream early cancels the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from potluck.runtime.address import control_endpoint
+from potluck.runtime.transport import Transport
+from potluck.runtime.zmq_transport import ZmqTransport
+from potluck.wire.errors import MalformedError, NoBrokerError, PotluckError, WireError
+from potluck.wire.messages import (
+    Accepted,
+    Cancel,
+    ChatMessage,
+    Delta,
+    ErrorInfo,
+    Finished,
+    Message,
+    Refused,
+    Rejected,
+    StateQuery,
+    StateView,
+    Submit,
+    decode,
+    encode,
+)
+from potluck.wire.sampling import Sampling
+
+T = TypeVar("T")
+
+ACCEPT: frozenset[type] = frozenset({Accepted, Delta, Finished, Rejected, StateView, Refused})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: Finished
+
+
+class Client:
+    """One connection to one broker. `timeout_s` is the longest silence that is waited through."""
+
+    def __init__(self, broker: str, *, timeout_s: float = 300.0, transport: Transport | None = None) -> None:
+        self.broker = broker
+        self.timeout_s = timeout_s
+        self._own_transport = transport is None
+        self._transport = transport or ZmqTransport()
+        self._dealer = self._transport.dealer(control_endpoint(broker), f"client-{secrets.token_hex(8)}")
+        self._streams: dict[str, asyncio.Queue[Message]] = {}
+        self._views: list[asyncio.Future[StateView]] = []
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; running requests are cancelled by the broker when it notices."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._dealer.close()
+        if self._own_transport:
+            self._transport.close()
+
+    async def state(self, timeout_s: float = 5.0) -> StateView:
+        """The cluster now. Raises NoBrokerError."""
+        future: asyncio.Future[StateView] = asyncio.get_running_loop().create_future()
+        self._views.append(future)
+        self._dealer.send(encode(StateQuery()))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise self._silence(timeout_s) from None
+        finally:
+            if future in self._views:
+                self._views.remove(future)
+
+    async def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[ChatMessage | dict[str, str]] | None = None,
+        tokens: Sequence[int] | None = None,
+        model: str = "",
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> AsyncGenerator[Accepted | Delta | Finished]:
+        """First Accepted, then a Delta per token, then Finished. Raises the PotluckError that ended the request."""
+        chosen = sampling or Sampling()
+        if seed is not None:
+            chosen = msgspec.structs.replace(chosen, seed=seed)
+        name = secrets.token_hex(8)
+        submit = Submit(
+            request=name,
+            prompt=prompt,
+            tokens=None if tokens is None else tuple(tokens),
+            messages=None if messages is None else tuple(_message(m) for m in messages),
+            model=model,
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            sampling=chosen,
+            seed_given=seed is not None or (sampling is not None and sampling.seed != 0),
+            ignore_eos=ignore_eos,
+        )
+        async for event in self._run(submit):
+            yield event
+
+    async def complete(self, prompt: str | None = None, **settings: object) -> Answer:
+        """The whole answer to one prompt; settings as for `stream`."""
+        text: list[str] = []
+        tokens: list[int] = []
+        async with aclosing(self.stream(prompt, **settings)) as events:  # type: ignore[arg-type]
+            async for event in events:
+                if isinstance(event, Delta):
+                    text.append(event.text)
+                    tokens.extend(event.tokens)
+                elif isinstance(event, Finished):
+                    return Answer("".join(text), tuple(tokens), event)
+        raise PotluckError("The stream ended without its last message.")
+
+    async def _run(self, submit: Submit) -> AsyncGenerator[Accepted | Delta | Finished]:
+        queue: asyncio.Queue[Message] = asyncio.Queue()
+        self._streams[submit.request] = queue
+        over = False
+        try:
+            if not self._dealer.send(encode(submit)):
+                raise self._silence(0.0)
+            while True:
+                try:
+                    message = await asyncio.wait_for(queue.get(), self.timeout_s)
+                except TimeoutError:
+                    raise self._silence(self.timeout_s) from None
+                match message:
+                    case Rejected():
+                        over = True
+                        raise message.error.restore()
+                    case Refused():
+                        over = True
+                        raise message.error.restore()
+                    case Finished():
+                        over = True
+                        yield message
+                        return
+                    case Accepted() | Delta():
+                        yield message
+        finally:
+            del self._streams[submit.request]
+            if not over:
+                self._dealer.send(encode(Cancel(submit.request)))
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._dealer.recv()
+            try:
+                message = decode(frames, ACCEPT).message
+            except WireError as error:
+                message = Refused(ErrorInfo.of(error))
+            match message:
+                case StateView():
+                    for future in self._views:
+                        if not future.done():
+                            future.set_result(message)
+                case Refused():
+                    for queue in self._streams.values():
+                        queue.put_nowait(message)
+                    for future in self._views:
+                        if not future.done():
+                            future.set_exception(message.error.restore())
+                case Accepted() | Delta() | Finished() | Rejected():
+                    waiting = self._streams.get(message.request)
+                    if waiting is not None:
+                        waiting.put_nowait(message)
+                case _:
+                    raise MalformedError("Not a message for clients.")
+
+    def _silence(self, waited_s: float) -> NoBrokerError:
+        return NoBrokerError(
+            f"No broker answers at {self.broker} ({waited_s:g} s).",
+            hint="Start potluck-broker there, or name another address with --broker.",
+        )
+
+
+def _message(message: ChatMessage | dict[str, str]) -> ChatMessage:
+    return message if isinstance(message, ChatMessage) else ChatMessage(message["role"], message["content"])
+
+
+class SyncClient:
+    """The same without asyncio: the connection lives on a thread of its own."""
+
+    def __init__(self, broker: str, *, timeout_s: float = 300.0) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="potluck-client", daemon=True)
+        self._thread.start()
+        self._client = self._call(self._open(broker, timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def state(self, timeout_s: float = 5.0) -> StateView:
+        """The cluster now. Raises NoBrokerError."""
+        return self._call(self._client.state(timeout_s))
+
+    def complete(self, prompt: str | None = None, **settings: object) -> Answer:
+        """The whole answer to one prompt; settings as for `Client.stream`."""
+        return self._call(self._client.complete(prompt, **settings))
+
+    def stream(self, prompt: str | None = None, **settings: object) -> Iterator[Accepted | Delta | Finished]:
+        """The events of one request; settings as for `Client.stream`."""
+        events = self._client.stream(prompt, **settings)  # type: ignore[arg-type]
+        try:
+            while True:
+                try:
+                    yield self._call(_next(events))
+                except _Ended:
+                    return
+        finally:
+            self._call(events.aclose())
+
+    def close(self) -> None:
+        """Closes the connection and ends the thread."""
+        if self._thread.is_alive():
+            self._call(self._client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    @staticmethod
+    async def _open(broker: str, timeout_s: float) -> Client:
+        return Client(broker, timeout_s=timeout_s)
+
+
+async def _next(events: AsyncGenerator[Accepted | Delta | Finished]) -> Accepted | Delta | Finished:
+    """One event; a StopAsyncIteration can't leave a coroutine as it is, so the end is an error of its own."""
+    try:
+        return await anext(events)
+    except StopAsyncIteration:
+        raise _Ended from None
+
+
+class _Ended(Exception):
+    """A stream has no more events."""
+
+
+__all__ = ["Answer", "Client", "SyncClient"]

@@ -1,0 +1,275 @@
+"""A network inside one process: the same sockets as over TCP, with faults by script. For tests, and for trying things.
+
+Every host has its own transport. A `Weather` says for each message what becomes of it: how long it takes, whether it is
+lost or doubled. Order between one sender and one receiver is kept, as TCP keeps it, unless the weather reorders.
+Closing a host's transport is its death: nothing it had queued arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+
+from potluck.runtime.transport import Dealer, Pull, Push, Router, Transport
+from potluck.wire.errors import PortInUseError
+from potluck.wire.frames import Buffer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one message: one delay in seconds per copy that arrives; no delay, no arrival."""
+
+    delays_s: tuple[float, ...] = (0.0,)
+
+
+class Weather:
+    """Decides every message's fate. This one is fair weather; tests script others."""
+
+    def fate(self, source: str, target: str, frames: Sequence[Buffer]) -> Fate:
+        """Source and target are host names."""
+        return Fate()
+
+    def connected(self, source: str, target: str) -> bool:
+        """Whether the two hosts reach each other at all: a push waits while they don't."""
+        return True
+
+
+class _Inbox(Generic[T]):
+    """Messages that have arrived at a socket."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._wake = asyncio.Event()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._wake.set()
+
+    async def get(self) -> T:
+        while not self._items:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._items.popleft()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def _freeze(frames: Sequence[Buffer]) -> list[Buffer]:
+    """As over a real network, the receiver's bytes are its own."""
+    return [bytes(frame) for frame in frames]
+
+
+@dataclass
+class MemoryNetwork:
+    """Hosts, bound endpoints and the weather between them."""
+
+    weather: Weather = field(default_factory=Weather)
+    delivered: int = 0
+    lost: int = 0
+
+    def __post_init__(self) -> None:
+        self._bound: dict[str, _Bound] = {}
+        self._ports = count(20_000)
+        self._last_arrival: dict[tuple[str, str, str], float] = {}
+
+    def host(self, name: str) -> MemoryTransport:
+        """A transport for one host."""
+        return MemoryTransport(self, name)
+
+    def carry(
+        self, source: str, target: str, lane: str, frames: Sequence[Buffer], arrive: Callable[[list[Buffer]], None]
+    ) -> None:
+        """Delivers frames by the weather's will, in order within one lane."""
+        loop = asyncio.get_running_loop()
+        copies = self.weather.fate(source, target, frames).delays_s
+        if not copies:
+            self.lost += 1
+        frozen = _freeze(frames)
+        for delay in copies:
+            at = max(loop.time() + delay, self._last_arrival.get((source, target, lane), 0.0))
+            self._last_arrival[source, target, lane] = at
+            self.delivered += 1
+            loop.call_at(at, arrive, list(frozen))
+
+
+class MemoryTransport(Transport):
+    """One host's sockets."""
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        self.network = network
+        self.name = name
+        self._sockets: list[_Socket] = []
+        self._closed = False
+
+    def _bind(self, endpoint: str, socket: _Bound) -> str:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if port in ("0", "*"):
+            port = str(next(self.network._ports))
+        host = self.name if host in ("*", "0.0.0.0", "") else host
+        where = f"tcp://{host}:{port}"
+        if where in self.network._bound:
+            raise PortInUseError(f"{where} is taken.", hint="Choose another port.")
+        self.network._bound[where] = socket
+        return where
+
+    def _keep(self, socket: _Socket) -> None:
+        self._sockets.append(socket)
+
+    def router(self, endpoint: str) -> Router:
+        router = _MemoryRouter(self)
+        router.endpoint = self._bind(endpoint, router)
+        return router
+
+    def pull(self, endpoint: str) -> Pull:
+        pull = _MemoryPull(self)
+        pull.endpoint = self._bind(endpoint, pull)
+        return pull
+
+    def dealer(self, endpoint: str, identity: str) -> Dealer:
+        return _MemoryDealer(self, endpoint, identity.encode())
+
+    def push(self, endpoint: str) -> Push:
+        return _MemoryPush(self, endpoint)
+
+    def close(self) -> None:
+        for socket in list(self._sockets):
+            socket.close()
+        self._closed = True
+
+
+class _Socket:
+    def __init__(self, transport: MemoryTransport) -> None:
+        self.transport = transport
+        self.endpoint = ""
+        self.closed = False
+        transport._keep(self)
+
+    @property
+    def network(self) -> MemoryNetwork:
+        return self.transport.network
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.network._bound.pop(self.endpoint, None) if isinstance(self, _Bound) else None
+            if self in self.transport._sockets:
+                self.transport._sockets.remove(self)
+
+
+class _Bound(_Socket):
+    """Something that can be connected to."""
+
+
+class _MemoryRouter(_Bound):
+    def __init__(self, transport: MemoryTransport) -> None:
+        super().__init__(transport)
+        self.inbox: _Inbox[tuple[bytes, list[Buffer]]] = _Inbox()
+        self.peers: dict[bytes, _MemoryDealer] = {}
+
+    async def recv(self) -> tuple[bytes, list[Buffer]]:
+        return await self.inbox.get()
+
+    def arrive(self, dealer: _MemoryDealer, frames: list[Buffer]) -> None:
+        if not self.closed and not dealer.closed:
+            self.peers[dealer.identity] = dealer
+            self.inbox.put((dealer.identity, frames))
+
+    def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
+        dealer = self.peers.get(peer)
+        if dealer is None or dealer.closed or self.closed:
+            return False
+        self.network.carry(
+            self.transport.name, dealer.transport.name, f"{self.endpoint}>{peer!r}", frames, dealer.arrive
+        )
+        return True
+
+
+class _MemoryDealer(_Socket):
+    QUEUE = 1000
+
+    def __init__(self, transport: MemoryTransport, endpoint: str, identity: bytes) -> None:
+        super().__init__(transport)
+        self.endpoint = endpoint
+        self.identity = identity
+        self.inbox: _Inbox[list[Buffer]] = _Inbox()
+
+    async def recv(self) -> list[Buffer]:
+        return await self.inbox.get()
+
+    def arrive(self, frames: list[Buffer]) -> None:
+        if not self.closed:
+            self.inbox.put(frames)
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        if self.closed:
+            return False
+        router = self.network._bound.get(self.endpoint)
+        if isinstance(router, _MemoryRouter):
+            self.network.carry(
+                self.transport.name,
+                router.transport.name,
+                f"{self.identity!r}>{self.endpoint}",
+                frames,
+                lambda arrived: router.arrive(self, arrived),
+            )
+        return True
+
+
+class _MemoryPull(_Bound):
+    QUEUE = 8
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        super().__init__(transport)
+        self.inbox: _Inbox[list[Buffer]] = _Inbox()
+        self.room = asyncio.Event()
+        self.room.set()
+        self.coming = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.inbox) + self.coming >= self.QUEUE
+
+    async def recv(self) -> list[Buffer]:
+        frames = await self.inbox.get()
+        self.room.set()
+        return frames
+
+    def arrive(self, frames: list[Buffer]) -> None:
+        if not self.closed:
+            self.inbox.put(frames)
+
+
+class _MemoryPush(_Socket):
+    RETRY_S = 0.05
+
+    def __init__(self, transport: MemoryTransport, endpoint: str) -> None:
+        super().__init__(transport)
+        self.endpoint = endpoint
+
+    async def send(self, frames: Sequence[Buffer]) -> None:
+        while not self.closed:
+            pull = self.network._bound.get(self.endpoint)
+            if (
+                isinstance(pull, _MemoryPull)
+                and not pull.full
+                and self.network.weather.connected(self.transport.name, pull.transport.name)
+            ):
+                self.network.carry(
+                    self.transport.name, pull.transport.name, f"{id(self)}>{self.endpoint}", frames, pull.arrive
+                )
+                return
+            if isinstance(pull, _MemoryPull) and pull.full:
+                pull.room.clear()
+                waiter = asyncio.ensure_future(pull.room.wait())
+                await asyncio.wait([waiter], timeout=self.RETRY_S)
+                waiter.cancel()
+            else:
+                await asyncio.sleep(self.RETRY_S)
+        await asyncio.get_running_loop().create_future()  # closed: the frames go nowhere, as over a dead connection

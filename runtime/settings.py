@@ -1,0 +1,190 @@
+"""The settings file: YAML, checked key by key, unknown keys refused with the likeliest right one.
+
+Precedence is flags > environment (POTLUCK_*) > file > default; click does that, once the file's values are its
+defaults (`defaults_for`). configs/potluck.yaml explains every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import click
+import msgspec
+import yaml
+from msgspec import Meta
+
+from potluck.wire.errors import SettingsError
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+FILE_BYTES = 1 << 20
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of one part of the file; None means "not set here"."""
+
+
+class Node(_Section, frozen=True):
+    """This machine."""
+
+    name: str | None = None
+    network_interface: str | None = None
+    listen_port: Port | None = None
+    listen_address: str | None = None
+
+
+class Discovery(_Section, frozen=True):
+    """How broker and stages find each other."""
+
+    enabled: bool = True
+    interval_seconds: Annotated[float, Meta(gt=0)] = 10.0
+    peers: tuple[str, ...] = ()
+
+
+class Resources(_Section, frozen=True):
+    """What this machine gives."""
+
+    max_memory_gb: Annotated[float, Meta(gt=0)] | None = None
+    max_vram_gb: Annotated[float, Meta(ge=0)] | None = None
+    vram_pool_size: Annotated[float, Meta(ge=0)] | None = None
+    allow_cpu_fallback: bool = True
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    mlock: bool = False
+
+
+class TransportSettings(_Section, frozen=True):
+    """How activations travel."""
+
+    activation: Literal["auto", "f32", "f16"] | None = None
+
+
+class Compute(_Section, frozen=True):
+    """How the engines compute."""
+
+    exact: bool | None = None
+
+
+class Health(_Section, frozen=True):
+    """When a stage is lost."""
+
+    heartbeat_seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
+    misses: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    standby: tuple[str, ...] = ()
+
+
+class Security(_Section, frozen=True):
+    """Keys and certificates."""
+
+    tls_enabled: bool = False
+    cert_file: str | None = None
+    key_file: str | None = None
+    ca_file: str | None = None
+    api_keys_file: str | None = None
+
+
+class Logging(_Section, frozen=True):
+    """Where the log goes."""
+
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    file: str | None = None
+    max_size_mb: Annotated[int, Meta(ge=1)] = 100
+    max_files: Annotated[int, Meta(ge=1)] = 5
+
+
+class Settings(_Section, frozen=True):
+    """The whole file."""
+
+    node: Node = Node()
+    discovery: Discovery = Discovery()
+    resources: Resources = Resources()
+    layer_assignment: dict[str, tuple[int, int]] = {}
+    transport: TransportSettings = TransportSettings()
+    compute: Compute = Compute()
+    health: Health = Health()
+    security: Security = Security()
+    logging: Logging = Logging()
+
+
+def load_settings(path: Path) -> Settings:
+    """The file's settings. Raises SettingsError naming file and key."""
+    try:
+        text = path.read_bytes()[: FILE_BYTES + 1]
+    except OSError as error:
+        raise SettingsError(f"Can't read {path}: {error.strerror}.", hint="Check the path given with --config.") from error
+    if len(text) > FILE_BYTES:
+        raise SettingsError(f"{path} is larger than {FILE_BYTES} bytes.", hint="Is it a settings file?")
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark is not None else ""
+        raise SettingsError(f"{path} is not valid YAML{where}.", hint="Compare it with configs/potluck.yaml.") from error
+    return parse_settings(raw, str(path))
+
+
+def parse_settings(raw: Any, source: str) -> Settings:
+    """Settings from plain data. Raises SettingsError naming source and key."""
+    if raw is None:
+        return Settings()
+    _check_keys(raw, Settings, source, "")
+    try:
+        return msgspec.convert(raw, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{source}: {error}", hint="configs/potluck.yaml shows every key with its unit.") from error
+
+
+def _check_keys(raw: Any, kind: type[msgspec.Struct], source: str, prefix: str) -> None:
+    """Raises for the first key that is not of this section; a section that is empty in YAML counts as left out."""
+    if not isinstance(raw, dict):
+        raise SettingsError(f"{source}: {prefix.rstrip('.') or 'the file'} must be keys and values.")
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key in list(raw):
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"Did you mean {prefix}{near[0]}?" if near else "configs/potluck.yaml lists every key."
+            raise SettingsError(f"{source}: there is no setting {prefix}{key}.", hint=hint)
+        inner = fields[key]
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            if raw[key] is None:
+                del raw[key]
+            else:
+                _check_keys(raw[key], inner, source, f"{prefix}{key}.")
+
+
+def defaults_for(settings: Settings) -> dict[str, Any]:
+    """The file's values under the names of the commands' options; those not set are left out."""
+    activation = settings.transport.activation
+    named = {
+        "name": settings.node.name,
+        "listen_address": settings.node.listen_address,
+        "port": settings.node.listen_port,
+        "threads": settings.resources.threads,
+        "activation": activation,
+        "exact": settings.compute.exact,
+        "heartbeat": settings.health.heartbeat_seconds,
+        "misses": settings.health.misses,
+        "log_level": settings.logging.level,
+        "log_file": settings.logging.file,
+        "log_max_size_mb": settings.logging.max_size_mb if settings.logging.file else None,
+        "log_max_files": settings.logging.max_files if settings.logging.file else None,
+    }
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def config_option(function: Any) -> Any:
+    """`--config FILE` for a click command: read first, so that its values become the other options' defaults."""
+
+    def read(context: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None:
+            context.default_map = {**(context.default_map or {}), **defaults_for(load_settings(value))}
+        return value
+
+    return click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        is_eager=True,
+        callback=read,
+        envvar="POTLUCK_CONFIG",
+        help="Settings file (YAML).",
+    )(function)

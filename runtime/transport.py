@@ -1,0 +1,76 @@
+"""Sockets as the shells see them: four kinds, multipart frames, no waiting where a wait could hang the whole side.
+
+`zmq_transport` carries frames over TCP, `memory` within one process with scripted faults. Both keep the order of
+frames from one sender to one receiver. Frames that can't go out are refused to the caller (False), never kept for a
+dead peer. Sockets belong to the event loop that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from potluck.wire.frames import Buffer
+
+
+class Socket(Protocol):
+    """What all sockets have."""
+
+    endpoint: str
+    """Where it is bound (with the real port), or where it connects to."""
+
+    def close(self) -> None:
+        """Drops what is still queued. May be called twice."""
+
+
+class Router(Socket, Protocol):
+    """Bound; talks with many dealers, each known by its identity."""
+
+    async def recv(self) -> tuple[bytes, list[Buffer]]:
+        """The next message and who sent it."""
+
+    def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
+        """Queues frames for a peer; False if it is not connected or its queue is full."""
+
+
+class Dealer(Socket, Protocol):
+    """Connected to one router, again and again until closed."""
+
+    async def recv(self) -> list[Buffer]:
+        """The next message."""
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Queues frames; False if the queue is full."""
+
+
+class Pull(Socket, Protocol):
+    """Bound; takes frames from any number of pushers."""
+
+    async def recv(self) -> list[Buffer]:
+        """The next message."""
+
+
+class Push(Socket, Protocol):
+    """Connected to one puller; queues at most a few messages, and only while the connection stands."""
+
+    async def send(self, frames: Sequence[Buffer]) -> None:
+        """Waits until the frames are queued. Put a deadline around it: a dead peer never takes them."""
+
+
+class Transport(Protocol):
+    """Makes sockets. Endpoints are `tcp://host:port`; port 0 or `*` when binding takes a free one."""
+
+    def router(self, endpoint: str) -> Router:
+        """Binds. Raises PortInUseError."""
+
+    def dealer(self, endpoint: str, identity: str) -> Dealer:
+        """Connects under an identity of 1 to 255 bytes."""
+
+    def pull(self, endpoint: str) -> Pull:
+        """Binds. Raises PortInUseError."""
+
+    def push(self, endpoint: str) -> Push:
+        """Connects."""
+
+    def close(self) -> None:
+        """Closes every socket this transport made."""

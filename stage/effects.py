@@ -1,0 +1,119 @@
+"""What a stage's core wants done. The shell carries each out in order and decides nothing. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from potluck.stage.events import Job
+from potluck.wire.errors import PotluckError
+from potluck.wire.frames import Buffer
+from potluck.wire.ids import Epoch
+from potluck.wire.messages import (
+    Assign,
+    BatchDone,
+    BatchFailed,
+    Goodbye,
+    Heartbeat,
+    MicroBatch,
+    Progress,
+    Ready,
+    Register,
+    StageFailed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendControl:
+    """Send a control message to the broker."""
+
+    message: Register | Heartbeat | Progress | Ready | StageFailed | Goodbye
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnect:
+    """Connect to the broker anew; what is still queued for it is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartLoad:
+    """Close what is loaded, then make and load this slice, on the lane. One load runs at a time."""
+
+    number: int
+    assign: Assign
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCaches:
+    """What is loaded is what is wanted: empty every slot, on the lane. Ends like a load."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """The running load is not wanted any more: give it up as soon as it can be."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectNext:
+    """The chain goes on at `next_endpoint`; failures go to `results_endpoint`."""
+
+    epoch: Epoch
+    next_endpoint: str
+    results_endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """The epoch is over: drop what is queued for the lane and for the next stage, and close the way there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartCompute:
+    """Queue a micro-batch for the lane."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Push a micro-batch to the next stage."""
+
+    epoch: Epoch
+    message: MicroBatch
+    arrays: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendResult:
+    """Push the end of a micro-batch to the broker."""
+
+    epoch: Epoch
+    message: BatchDone | BatchFailed
+    arrays: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The worker ends with this code, because of this error if there is one."""
+
+    code: int
+    error: PotluckError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One line for the log, in words."""
+
+    level: str
+    text: str
+
+
+Effect: TypeAlias = (
+    SendControl | Reconnect | StartLoad | ClearCaches | CancelLoad | ConnectNext | Disconnect
+    | StartCompute | ForwardBatch | SendResult | Exit | Report
+)  # fmt: skip

@@ -1,0 +1,224 @@
+"""What can happen to a stage: one class per thing that happened, one per outcome. Pure.
+
+The shell builds these from frames, timers and the compute lane. `cause` names what made it happen (the broker, a
+micro-batch, a timer), so that `story` can follow one epoch or micro-batch through everything that touched it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from potluck.stage.engine import Loaded
+from potluck.wire.errors import PotluckError, WireError
+from potluck.wire.frames import Buffer
+from potluck.wire.ids import Epoch
+from potluck.wire.messages import Assign, ErrorInfo, MicroBatch, Ready, StageFailed
+from potluck.wire.sampling import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One micro-batch that was let in: what the compute lane gets, and what comes back with its outcome."""
+
+    epoch: Epoch
+    assign: Assign
+    message: MicroBatch
+    arrays: tuple[Buffer, ...]
+    bytes_in: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the layers made of a micro-batch: for the next stage its tokens and activations, at the last stage the
+    chosen tokens (int32, one per wanted result) and their log-probabilities. The arrays are nobody else's.
+    """
+
+    arrays: tuple[Buffer, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+    cause: str
+
+
+# ---- the broker's words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The worker runs and its data socket is bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcomed(Event):
+    """The broker took the stage in; it knows nothing yet of what the stage holds."""
+
+    epoch: Epoch
+    heartbeat_s: float
+    misses: int
+    broker_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedBy(Event):
+    """The broker does not serve the stage, or not the last frame it sent."""
+
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned(Event):
+    """Layers of a model are this stage's in this epoch."""
+
+    epoch: Epoch
+    assign: Assign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(Event):
+    """The stage is not part of this epoch."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlRefused(Event):
+    """A frame on the control socket is not one the broker may send, or of another protocol version."""
+
+    error: WireError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlNotSent(Event):
+    """A control message could not even be queued."""
+
+    epoch: Epoch
+    message: Ready | StageFailed
+
+
+# ---- loading, numbered by the effect that began it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgressed(Event):
+    """Part of a slice is written or read."""
+
+    number: int
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFinished(Event):
+    """The engine holds the slice, all its slots empty."""
+
+    number: int
+    loaded: Loaded
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFailed(Event):
+    """The engine holds nothing."""
+
+    number: int
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCancelled(Event):
+    """The load was given up because it was no longer wanted: the engine holds nothing."""
+
+    number: int
+
+
+# ---- micro-batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArrived(Event):
+    """A well-formed data frame came in, its arrays still raw."""
+
+    epoch: Epoch
+    message: MicroBatch
+    arrays: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRefused(Event):
+    """A data frame could not be decoded."""
+
+    error: WireError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchComputed(Event):
+    """The compute lane is done with a micro-batch."""
+
+    job: Job
+    computed: Computed
+    compute_s: float
+    wait_s: float
+    """How long the lane had nothing to do before this job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchComputeFailed(Event):
+    """The engine could not compute a micro-batch."""
+
+    job: Job
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSkipped(Event):
+    """A micro-batch was still queued when its epoch ended."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSent(Event):
+    """A result is in the next one's hands, or at least in its socket's queue."""
+
+    epoch: Epoch
+    send_s: float
+    bytes_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendTimedOut(Event):
+    """Nobody took a result in time; it is gone."""
+
+    epoch: Epoch
+    batch: int
+    endpoint: str
+    after_s: float
+
+
+# ---- the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed(Event):
+    """`next_deadline` has come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked(Event):
+    """Somebody wants the stage to leave."""
+
+    reason: str
+
+
+StageEvent: TypeAlias = (
+    Started | Welcomed | RefusedBy | Assigned | Released | ControlRefused | ControlNotSent
+    | LoadProgressed | LoadFinished | LoadFailed | LoadCancelled
+    | BatchArrived | DataRefused | BatchComputed | BatchComputeFailed | BatchSkipped | BatchSent | SendTimedOut
+    | TimePassed | StopAsked
+)  # fmt: skip

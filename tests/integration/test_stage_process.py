@@ -1,0 +1,246 @@
+"""`potluck-stage` as a process of its own, over ZeroMQ, with a scripted broker on this side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from potluck.model.facts import read_facts
+from potluck.model.reference import reference
+from potluck.runtime.zmq_transport import ZmqTransport
+from potluck.stage.engines.fake import fake_continuation
+from potluck.wire.errors import PotluckError
+from potluck.wire.frames import Buffer
+from potluck.wire.ids import Epoch
+from potluck.wire.messages import (
+    Assign,
+    BatchDone,
+    Envelope,
+    ErrorInfo,
+    Goodbye,
+    Heartbeat,
+    Message,
+    MicroBatch,
+    Ready,
+    Refused,
+    Register,
+    SlotSampling,
+    Span,
+    Welcome,
+    decode,
+    encode,
+)
+from potluck.wire.sampling import GREEDY
+from stage_world import DEADLINE_S, LAYERS, MODEL, assignment, int32, prompt_batch
+
+FAKE = ["--engine", "fake", "--fingerprint", MODEL.fingerprint]
+
+
+class Broker:
+    """A broker's sockets over TCP, and one stage process that was told their address."""
+
+    def __init__(self, transport: ZmqTransport) -> None:
+        self.transport = transport
+        self.control = transport.router("tcp://127.0.0.1:*")
+        self.results = transport.pull("tcp://127.0.0.1:*")
+        self.peer = b""
+        self.process: asyncio.subprocess.Process
+
+    async def start(self, *options: str, **environment: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "potluck.stage.cli",
+            self.control.endpoint,
+            "--name",
+            "mini",
+            *options,
+        ]
+        self.process = await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment}
+        )
+
+    async def end(self) -> tuple[int, str]:
+        """How the process ended, and what it said."""
+        async with asyncio.timeout(DEADLINE_S):
+            _, said = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, said.decode()
+
+    async def hear(self, *kinds: type[Message]) -> Envelope:
+        async with asyncio.timeout(3 * DEADLINE_S):
+            while True:
+                self.peer, frames = await self.control.recv()
+                envelope = decode(frames)
+                if isinstance(envelope.message, kinds):
+                    return envelope
+
+    def say(self, message: Message, epoch: int = 0) -> None:
+        assert self.control.send(self.peer, encode(message, Epoch(epoch)))
+
+    async def welcome(self) -> Register:
+        register = (await self.hear(Register)).message
+        assert isinstance(register, Register)
+        self.say(Welcome("test", 0.05, 3))
+        return register
+
+    async def serve(self, assign: Assign) -> Register:
+        """Takes the stage in and has it load."""
+        register = await self.welcome()
+        ends = {"next_endpoint": self.results.endpoint, "results_endpoint": self.results.endpoint}
+        self.say(msgspec.structs.replace(assign, **ends), 1)
+        await self.hear(Ready)
+        return register
+
+    async def result(self) -> tuple[BatchDone, list[int]]:
+        async with asyncio.timeout(DEADLINE_S):
+            envelope = decode(await self.results.recv())
+        assert isinstance(envelope.message, BatchDone), envelope.message
+        return envelope.message, np.frombuffer(envelope.arrays[0], "<i4").tolist()
+
+
+@contextlib.asynccontextmanager
+async def broker() -> AsyncIterator[Broker]:
+    with contextlib.closing(ZmqTransport()) as transport:
+        side = Broker(transport)
+        try:
+            yield side
+        finally:
+            with contextlib.suppress(AttributeError, ProcessLookupError):
+                side.process.kill()
+
+
+async def push(side: Broker, register: Register, frames: list[Buffer]) -> None:
+    """Sends one data frame to the stage's socket; 0.0.0.0 is the broker's own machine."""
+    way = side.transport.push(register.data_endpoint.replace("0.0.0.0", "127.0.0.1"))
+    async with asyncio.timeout(DEADLINE_S):
+        await way.send(frames)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_stage_serves_beats_and_says_goodbye_on_a_signal(number: signal.Signals, code: int) -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*FAKE)
+            register = await side.serve(assignment())
+            assert register.device == "mini"
+            assert register.models == (MODEL.fingerprint,)
+            await push(side, register, encode(prompt_batch(0), Epoch(1), [int32(5, 6, 7)]))
+            done, tokens = await side.result()
+            assert tokens == fake_continuation([5, 6, 7], 1, LAYERS)
+            assert done.hops[0].compute_s > 0.0
+            await side.hear(Heartbeat)
+            side.process.send_signal(number)
+            goodbye = (await side.hear(Goodbye)).message
+            assert isinstance(goodbye, Goodbye)
+            assert number.name in goodbye.reason
+            ended, said = await side.end()
+            assert ended == code
+            assert "Traceback" not in said
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_that_is_refused_ends_with_the_brokers_words() -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*FAKE)
+            await side.hear(Register)
+            side.say(Refused(ErrorInfo.of(PotluckError("mini has no copy of toy.", hint="Copy it."))))
+            code, said = await side.end()
+            assert code == 1
+            assert "potluck-stage: mini has no copy of toy. Copy it." in said
+            assert "Traceback" not in said
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "words"),
+    [
+        (["--model", "/no/such/file.gguf"], {}, "/no/such/file.gguf"),
+        ([], {"POTLUCK_MODEL": "/no/such/other.gguf"}, "/no/such/other.gguf"),
+        (["--listen-address", "203.0.113.7"], {}, "203.0.113.7"),
+        (["--cpu", "4000"], {}, "core 4000"),
+        (["--name", "x" * 200], {}, "--name"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line_or_two(
+    options: list[str], environment: dict[str, str], words: str
+) -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*options, **environment)
+            code, said = await side.end()
+            assert code != 0
+            assert words in said
+            assert "Traceback" not in said
+            assert len(said.strip().splitlines()) <= 2
+
+    asyncio.run(scenario())
+
+
+def test_a_taken_data_port_is_told_with_its_number() -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            taken = side.results.endpoint.rpartition(":")[2]
+            await side.start(*FAKE, "--listen-address", "127.0.0.1", "--data-port", taken)
+            code, said = await side.end()
+            assert code != 0
+            assert taken in said
+            assert "Traceback" not in said
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_waits_for_its_broker_and_registers_with_it_once() -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            side.control.close()
+            await side.start(*FAKE)
+            assert side.process.stderr is not None
+            async with asyncio.timeout(DEADLINE_S):
+                said = await side.process.stderr.readline()
+            assert b"No broker answers" in said
+            side.control = side.transport.router(side.control.endpoint)
+            await side.welcome()
+            kinds = [type((await side.hear(Register, Heartbeat)).message) for _ in range(3)]
+            assert kinds == [Heartbeat] * 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.real_model
+def test_a_real_model_whole_in_one_stage_gives_its_greedy_text(smollm2_path: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = reference(read_facts(smollm2_path), "smollm2")
+        assign = assignment(model=model, end=model.layers, context_tokens=64)
+        async with broker() as side:
+            await side.start("--model", str(smollm2_path), POTLUCK_CACHE_DIR=str(tmp_path))
+            register = await side.serve(assign)
+            prompt = [504, 3575, 282, 4649, 314]
+            first = MicroBatch(0, (Span(0, 0, len(prompt), 1),), (), (SlotSampling(0, GREEDY),))
+            await push(side, register, encode(first, Epoch(1), [int32(*prompt)]))
+            done, tokens = await side.result()
+            assert len(tokens) == 1
+            assert 0 <= tokens[0] < 49_152
+            await push(
+                side,
+                register,
+                encode(MicroBatch(1, (Span(0, len(prompt), 1, 1),)), Epoch(1), [int32(*tokens)]),
+            )
+            done, _ = await side.result()
+            assert done.batch == 1
+            side.process.terminate()
+            assert (await side.end())[0] == 0
+
+    asyncio.run(scenario())

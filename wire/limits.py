@@ -1,0 +1,36 @@
+"""How much a peer may send. Every decoder checks these before it builds anything from a peer's bytes."""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1
+MAGIC = b"PTLK"
+
+CONTROL_BODY_BYTES = 4 << 20
+"""One control message. The largest is a prompt with its sampling settings."""
+
+DATA_BODY_BYTES = 1 << 20
+"""The description of one micro-batch, without its arrays."""
+
+ARRAY_BYTES = 256 << 20
+"""One array of a data frame: 8,192 tokens of width 8,192 in f32."""
+
+FRAMES_PER_MESSAGE = 8
+"""Parts of one multipart message after the routing identity."""
+
+PROMPT_CHARS = 2_000_000
+PROMPT_TOKENS = 1_048_576
+CHAT_MESSAGES = 4_096
+STOP_STRINGS = 16
+STOP_CHARS = 512
+LOGIT_BIASES = 1_024
+TOP_LOGPROBS = 20
+
+BATCH_TOKENS = 8_192
+BATCH_SPANS = 1_024
+SLOTS = 1_024
+STAGES = 256
+LAYERS = 4_096
+
+NAME_CHARS = 128
+TEXT_CHARS = 16_384
+"""Any other text a peer may send: an error's detail, a version, an endpoint."""

@@ -1,0 +1,495 @@
+"""The messages, grouped by who receives them, and the table of their kinds.
+
+A message is a frozen struct. `encode` makes its frames, `decode` checks a peer's frames and rebuilds it; nothing that
+fails a bound written here reaches a core. docs/protocol.md is the same table in prose. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from potluck.wire import limits
+from potluck.wire.errors import MalformedError, Phase, PotluckError, error_class
+from potluck.wire.frames import Buffer, Header, pack_body, pack_header, unpack_body, unpack_header
+from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
+from potluck.wire.sampling import Sampling, TokenLogprobs
+
+Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS)]
+Text = Annotated[str, Meta(max_length=limits.TEXT_CHARS)]
+Endpoint = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
+Slot = Annotated[int, Meta(ge=0, lt=limits.SLOTS)]
+Position = Annotated[int, Meta(ge=0, le=limits.PROMPT_TOKENS * 2)]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A message's body: a map of its fields, those at their default left out."""
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Part of a data frame: its fields in order, without names."""
+
+
+class ErrorInfo(_Body, frozen=True):
+    """A PotluckError on its way to another machine."""
+
+    code: Name
+    what: Text
+    hint: Text = ""
+    device: Text | None = None
+    stage: Text | None = None
+    phase: Phase | None = None
+    param: Text | None = None
+    facts: Annotated[dict[Name, int | float | Text], Meta(max_length=16)] = {}
+
+    @classmethod
+    def of(cls, error: PotluckError) -> ErrorInfo:
+        """The error's facts; what a peer may not know stays here."""
+        cut = limits.TEXT_CHARS
+        return cls(
+            error.code, error.what[:cut], error.hint[:cut], error.device, error.stage, error.phase, error.param, error.facts
+        )
+
+    def restore(self) -> PotluckError:
+        """The error again, as the class of its code."""
+        return error_class(self.code)(
+            self.what,
+            hint=self.hint,
+            device=self.device,
+            stage=self.stage,
+            phase=self.phase,
+            param=self.param,
+            **self.facts,
+        )
+
+
+# ---- shared parts
+
+
+class ModelRef(_Body, frozen=True):
+    """Which model: a name for people, a fingerprint that two files share only if they are the same model."""
+
+    name: Name
+    fingerprint: Name
+    layers: Layer
+    width: Annotated[int, Meta(ge=1, le=1 << 20)]
+    architecture: Name
+
+
+class Capabilities(_Body, frozen=True):
+    """What a device says of itself when it joins."""
+
+    cores: Annotated[int, Meta(ge=1, le=4096)] = 1
+    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
+    memory_bytes: Count = 0
+    free_memory_bytes: Count = 0
+    cpu: Text = ""
+    system: Text = ""
+
+
+class StageCounters(_Body, frozen=True):
+    """What a stage has done since it was assigned: growing sums, so that a lost beat loses nothing."""
+
+    batches: Count = 0
+    tokens: Count = 0
+    compute_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    send_s: Seconds = 0.0
+    bytes_in: Count = 0
+    bytes_out: Count = 0
+    dropped_frames: Count = 0
+    refused_frames: Count = 0
+
+
+# ---- to the broker, from a stage (control)
+
+
+class Register(_Body, frozen=True):
+    """A stage asks to join. The answer is Welcome or Refused."""
+
+    stage: Name
+    device: Name
+    version: Name
+    engine: Name
+    data_endpoint: Endpoint
+    models: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    """Fingerprints of the model files this device has at hand."""
+    capabilities: Capabilities = Capabilities()
+
+
+class Heartbeat(_Body, frozen=True):
+    """Says that the stage is alive, and what it has done in this epoch."""
+
+    counters: StageCounters = StageCounters()
+
+
+class Progress(_Body, frozen=True):
+    """How far a stage is with getting ready."""
+
+    phase: Phase
+    done: Count
+    total: Count
+
+
+class Ready(_Body, frozen=True):
+    """The stage has loaded what the epoch in the header assigned to it."""
+
+    load_s: Seconds
+    weights_bytes: Count
+    kv_bytes: Count = 0
+    compute_bytes: Count = 0
+
+
+class StageFailed(_Body, frozen=True):
+    """The stage could not load or compute what the epoch in the header assigned to it."""
+
+    error: ErrorInfo
+
+
+class Goodbye(_Body, frozen=True):
+    """The stage leaves on purpose."""
+
+    reason: Text = ""
+
+
+# ---- to a stage, from the broker (control)
+
+
+class Welcome(_Body, frozen=True):
+    """The stage is registered; beats are due every `heartbeat_s` and missed after `misses` of them."""
+
+    broker_version: Name
+    heartbeat_s: Annotated[float, Meta(gt=0.0, le=3600.0)]
+    misses: Annotated[int, Meta(ge=1, le=1000)]
+
+
+class Refused(_Body, frozen=True):
+    """The stage or client is not served; the error says why and what to do."""
+
+    error: ErrorInfo
+
+
+class Assign(_Body, frozen=True):
+    """Layers [first, end) of a model for the epoch in the header, and where the results go."""
+
+    chain: Annotated[int, Meta(ge=0, lt=limits.STAGES)]
+    index: Annotated[int, Meta(ge=0, lt=limits.STAGES)]
+    stages: Annotated[int, Meta(ge=1, le=limits.STAGES)]
+    model: ModelRef
+    first: Layer
+    end: Layer
+    next_endpoint: Endpoint
+    """The next stage's data PULL, or the broker's results PULL for the last stage."""
+    results_endpoint: Endpoint
+    """The broker's results PULL: where any stage says that it could not compute a micro-batch."""
+    slots: Annotated[int, Meta(ge=1, le=limits.SLOTS)]
+    context_tokens: Annotated[int, Meta(ge=1, le=limits.PROMPT_TOKENS)]
+    """Tokens that one slot can hold."""
+    batch_tokens: Annotated[int, Meta(ge=1, le=limits.BATCH_TOKENS)]
+    activation: Annotated[str, Meta(pattern="^(f32|f16)$")] = "f32"
+    exact: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage looks tokens up."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage samples."""
+        return self.index == self.stages - 1
+
+
+class Release(_Body, frozen=True):
+    """The stage is not part of the epoch in the header: it may keep its weights, but serves nothing."""
+
+
+# ---- to the broker, from a client (control)
+
+
+class ChatMessage(_Body, frozen=True):
+    """One turn of a chat."""
+
+    role: Name
+    content: Annotated[str, Meta(max_length=limits.PROMPT_CHARS)]
+
+
+class Submit(_Body, frozen=True):
+    """One prompt: exactly one of `prompt`, `tokens` and `messages` is given."""
+
+    request: Name
+    prompt: Annotated[str, Meta(max_length=limits.PROMPT_CHARS)] | None = None
+    tokens: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=limits.PROMPT_TOKENS)] | None = None
+    messages: Annotated[tuple[ChatMessage, ...], Meta(min_length=1, max_length=limits.CHAT_MESSAGES)] | None = None
+    model: Text = ""
+    max_tokens: Annotated[int, Meta(ge=1, le=limits.PROMPT_TOKENS)] | None = None
+    stop: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=limits.STOP_CHARS)], ...],
+        Meta(max_length=limits.STOP_STRINGS),
+    ] = ()
+    sampling: Sampling = Sampling()
+    seed_given: bool = False
+    """Whether `sampling.seed` is the client's; otherwise the broker draws one."""
+    ignore_eos: bool = False
+
+
+class Cancel(_Body, frozen=True):
+    """The client no longer wants this request."""
+
+    request: Name
+
+
+class StateQuery(_Body, frozen=True):
+    """Asks for the cluster's state as one snapshot."""
+
+
+# ---- to a client, from the broker (control)
+
+
+class Usage(_Body, frozen=True):
+    """How many tokens went in and came out."""
+
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    cached_tokens: Count = 0
+
+
+class Timings(_Body, frozen=True):
+    """Seconds, on the broker's clock, from the moment the request was accepted."""
+
+    queued_s: Seconds = 0.0
+    first_token_s: Seconds = 0.0
+    total_s: Seconds = 0.0
+
+
+class Accepted(_Body, frozen=True):
+    """The request is queued; deltas follow."""
+
+    request: Name
+    model: Name
+    prompt_tokens: Count
+
+
+class Delta(_Body, frozen=True):
+    """New text of a request. `text` never ends inside a character or inside what may become a stop string."""
+
+    request: Name
+    text: Annotated[str, Meta(max_length=limits.CONTROL_BODY_BYTES)]
+    tokens: tuple[int, ...] = ()
+    """The tokens that were sampled since the last delta, in order; each gave its text now or gives it later."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Finished(_Body, frozen=True):
+    """The request ended well. `reason` is stop (end of text or a stop string) or length."""
+
+    request: Name
+    reason: Annotated[str, Meta(pattern="^(stop|length)$")]
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    stop: Text | None = None
+    """The stop string that ended it, if one did."""
+
+
+class Rejected(_Body, frozen=True):
+    """The request ended badly, or never began."""
+
+    request: Name
+    error: ErrorInfo
+
+
+class StageView(_Body, frozen=True):
+    """One stage in a snapshot."""
+
+    stage: Name
+    device: Name
+    state: Name
+    chain: int | None = None
+    index: int | None = None
+    first: int | None = None
+    end: int | None = None
+    counters: StageCounters = StageCounters()
+    last_beat_age_s: float = 0.0
+    weights_bytes: int = 0
+    endpoint: Text = ""
+    detail: Text = ""
+
+
+class StateView(_Body, frozen=True):
+    """The cluster at one moment, as the broker sees it."""
+
+    epoch: int
+    model: Text
+    ready: bool
+    stages: tuple[StageView, ...] = ()
+    running: int = 0
+    queued: int = 0
+    slots: int = 0
+    context_tokens: int = 0
+    uptime_s: float = 0.0
+    tokens_out: int = 0
+    detail: Text = ""
+
+
+# ---- down a chain (data)
+
+
+class Span(_Row, frozen=True):
+    """`tokens` consecutive tokens of one slot, the first at `position`; results are wanted for the last `wants` of them."""
+
+    slot: Slot
+    position: Position
+    tokens: Annotated[int, Meta(ge=1, le=limits.BATCH_TOKENS)]
+    wants: Annotated[int, Meta(ge=0, le=limits.BATCH_TOKENS)]
+
+
+class Trim(_Row, frozen=True):
+    """Before the spans are computed, keep only the first `keep` tokens of the slot. 0 empties it."""
+
+    slot: Slot
+    keep: Position
+
+
+class SlotSampling(_Row, frozen=True):
+    """From this micro-batch on, the slot's tokens are chosen like this."""
+
+    slot: Slot
+    sampling: Sampling
+
+
+class Hop(_Row, frozen=True):
+    """What one stage spent on this micro-batch."""
+
+    index: Annotated[int, Meta(ge=0, lt=limits.STAGES)]
+    compute_s: Seconds
+    wait_s: Seconds
+    bytes_in: Count
+
+
+class MicroBatch(_Body, frozen=True):
+    """One micro-batch. Array 0: its tokens, int32[n]. Array 1, from the second stage on: activations[n, width].
+
+    Trims come first, in order, then samplings, then spans. Spans stand in the order of their rows in the arrays.
+    """
+
+    batch: Count
+    spans: Annotated[tuple[Span, ...], Meta(max_length=limits.BATCH_SPANS)]
+    trims: Annotated[tuple[Trim, ...], Meta(max_length=limits.BATCH_SPANS)] = ()
+    samplings: Annotated[tuple[SlotSampling, ...], Meta(max_length=limits.BATCH_SPANS)] = ()
+    hops: Annotated[tuple[Hop, ...], Meta(max_length=limits.STAGES)] = ()
+    activation: Annotated[str, Meta(pattern="^(f32|f16)$")] = "f32"
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the arrays."""
+        return sum(span.tokens for span in self.spans)
+
+    @property
+    def wants(self) -> int:
+        """Results that the last stage owes."""
+        return sum(span.wants for span in self.spans)
+
+
+# ---- to the broker, from the last stage (results)
+
+
+class BatchDone(_Body, frozen=True):
+    """The micro-batch went down the chain. Array 0: one sampled token per wanted result, int32[k], in the spans' order."""
+
+    batch: Count
+    hops: Annotated[tuple[Hop, ...], Meta(max_length=limits.STAGES)] = ()
+    logprobs: Annotated[tuple[TokenLogprobs | None, ...], Meta(max_length=limits.BATCH_TOKENS)] = ()
+    """Empty, or one entry per result, None for those that did not ask."""
+
+
+class BatchFailed(_Body, frozen=True):
+    """A stage could not compute the micro-batch."""
+
+    batch: Count
+    error: ErrorInfo
+
+
+Message: TypeAlias = (
+    Register | Heartbeat | Progress | Ready | StageFailed | Goodbye
+    | Welcome | Refused | Assign | Release
+    | Submit | Cancel | StateQuery
+    | Accepted | Delta | Finished | Rejected | StateView
+    | MicroBatch | BatchDone | BatchFailed
+)  # fmt: skip
+
+KINDS: dict[int, type[Message]] = {
+    1: Register, 2: Heartbeat, 3: Progress, 4: Ready, 5: StageFailed, 6: Goodbye,
+    16: Welcome, 17: Refused, 18: Assign, 19: Release,
+    32: Submit, 33: Cancel, 34: StateQuery,
+    48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView,
+    64: MicroBatch, 65: BatchDone, 66: BatchFailed,
+}  # fmt: skip
+KIND_OF: dict[type, int] = {message: kind for kind, message in KINDS.items()}
+
+_ARRAYS: dict[type, tuple[int, int]] = {MicroBatch: (1, 2), BatchDone: (1, 1)}
+_BODY_LIMIT: dict[type, int] = {
+    MicroBatch: limits.DATA_BODY_BYTES,
+    BatchDone: limits.DATA_BODY_BYTES,
+    BatchFailed: limits.DATA_BODY_BYTES,
+}
+
+
+class Envelope(NamedTuple):
+    """A message with what its header said and the arrays that came with it (raw bytes, not copied)."""
+
+    epoch: Epoch
+    message: Message
+    arrays: tuple[Buffer, ...] = ()
+
+
+def encode(message: Message, epoch: Epoch = Epoch(0), arrays: Sequence[Buffer] = ()) -> list[Buffer]:
+    """The frames of one message, arrays last and as they are."""
+    return [
+        pack_header(KIND_OF[type(message)], epoch, len(arrays)),
+        pack_body(msgspec.to_builtins(message)),
+        *arrays,
+    ]
+
+
+def decode(frames: Sequence[Buffer], accept: frozenset[type] | None = None) -> Envelope:
+    """The message that a peer's frames carry; every bound of its type is checked.
+
+    `accept` limits the kinds to those that make sense on this socket. Raises a WireError.
+    """
+    header: Header = unpack_header(frames)
+    wanted = KINDS.get(header.kind)
+    if wanted is None or (accept is not None and wanted not in accept):
+        raise MalformedError(f"A message of kind {header.kind} is not expected here.")
+    low, high = _ARRAYS.get(wanted, (0, 0))
+    if not low <= header.arrays <= high:
+        raise MalformedError(f"{wanted.__name__} has {low} to {high} arrays, not {header.arrays}.")
+    body = unpack_body(frames[1], _BODY_LIMIT.get(wanted, limits.CONTROL_BODY_BYTES))
+    try:
+        message = msgspec.convert(body, wanted)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise MalformedError(f"{wanted.__name__}: {error}") from error
+    return Envelope(header.epoch, message, tuple(frames[2:]))
+
+
+def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """`raw` as int32[count], without a copy. Raises MalformedError when the size differs."""
+    if memoryview(raw).nbytes != 4 * count:
+        raise MalformedError(f"An array of {count} int32 has {4 * count} bytes, not {memoryview(raw).nbytes}.")
+    return np.frombuffer(raw, dtype="<i4")
+
+
+__all__ = [
+    "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities", "ChainId",
+    "ChatMessage", "Delta", "DeviceName", "Envelope", "ErrorInfo", "Finished", "Goodbye", "Heartbeat", "Hop", "Message",
+    "MicroBatch", "ModelRef", "Progress", "Ready", "Refused", "Register", "Rejected", "Release", "RequestId", "SlotId",
+    "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId", "StageView", "StateQuery", "StateView", "Submit",
+    "Timings", "Trim", "Usage", "Welcome", "decode", "encode", "int32_array",
+]  # fmt: skip
