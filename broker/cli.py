@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import signal
@@ -48,15 +49,26 @@ log = logging.getLogger("potluck.broker")
 @click.option("--port", default=CONTROL_PORT, type=click.IntRange(0, 65535), help="Control port.")
 @click.option("--results-port", default=RESULTS_PORT, type=click.IntRange(0, 65535), help="Port for results.")
 @click.option("--http", default=f"127.0.0.1:{REST_PORT}", help="Address of the REST API; 'off' for none.")
-@click.option("--stages", default=1, type=click.IntRange(1, 256), help="Wait for this many stages before planning.")
+@click.option(
+    "--stages", default=1, type=click.IntRange(1, 256), help="Wait for this many stages before planning."
+)
 @click.option("--slots", default=8, type=click.IntRange(1, 1024), help="Sequences served at the same time.")
-@click.option("--context", default=2048, type=click.IntRange(16), help="Tokens of one sequence, answer included.")
+@click.option(
+    "--context", default=2048, type=click.IntRange(16), help="Tokens of one sequence, answer included."
+)
 @click.option("--chunk", default=64, type=click.IntRange(1, 4096), help="Prompt tokens in one micro-batch.")
 @click.option("--queue", default=256, type=click.IntRange(0), help="Requests that may wait for a slot.")
-@click.option("--activation", default="auto", type=click.Choice(["auto", "f32", "f16"]), help="Numbers on the wire.")
-@click.option("--exact/--no-exact", default=False, help="Same bits whatever shares a batch; prefill is slower.")
+@click.option(
+    "--activation", default="auto", type=click.Choice(["auto", "f32", "f16"]), help="Numbers on the wire."
+)
+@click.option(
+    "--exact/--no-exact", default=False, help="Same bits whatever shares a batch; prefill is slower."
+)
 @click.option("--heartbeat", default=1.0, type=click.FloatRange(0.01, 3600), help="Seconds between beats.")
-@click.option("--misses", default=3, type=click.IntRange(1, 1000), help="Beats missed before a stage is lost.")
+@click.option(
+    "--misses", default=3, type=click.IntRange(1, 1000), help="Beats missed before a stage is lost."
+)
+@click.option("--announce", is_flag=True, hidden=True, help="Print the real addresses as one JSON line.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS))
 @click.option("--log-file", type=click.Path(), help="Log to this file instead of the terminal.")
 @click.option("--log-max-size-mb", default=100, type=click.IntRange(1), hidden=True)
@@ -78,6 +90,7 @@ def main(
     exact: bool,
     heartbeat: float,
     misses: int,
+    announce: bool,
     log_level: str,
     log_file: str | None,
     log_max_size_mb: int,
@@ -101,7 +114,9 @@ def main(
             activation="f32" if activation == "auto" else activation,
             exact=exact,
         )
-        code = run(serve(facts, alias or model.stem, settings, listen_address, port, results_port, http))
+        code = run(
+            serve(facts, alias or model.stem, settings, listen_address, port, results_port, http, announce)
+        )
     except PotluckError as error:
         click.echo(f"potluck-broker: {error}", err=True)
         sys.exit(error.exit_code)
@@ -110,7 +125,9 @@ def main(
     sys.exit(code)
 
 
-def make_machine(facts: ModelFacts, name: str, config: BrokerConfig, prompts: ModelPrompts, results_port: int) -> BrokerMachine:
+def make_machine(
+    facts: ModelFacts, name: str, config: BrokerConfig, prompts: ModelPrompts, results_port: int
+) -> BrokerMachine:
     """The core for one model. Raises UnsupportedArchitectureError before anything is opened."""
     rules = rules_for(facts, allow_unlisted=is_verified(cache_dir(), facts))
     return BrokerMachine(
@@ -126,7 +143,14 @@ def make_machine(facts: ModelFacts, name: str, config: BrokerConfig, prompts: Mo
 
 
 async def serve(
-    facts: ModelFacts, name: str, config: BrokerConfig, address: str, port: int, results_port: int, http: str
+    facts: ModelFacts,
+    name: str,
+    config: BrokerConfig,
+    address: str,
+    port: int,
+    results_port: int,
+    http: str,
+    announce: bool,
 ) -> int:
     """Runs one broker until SIGINT or SIGTERM. Returns the exit code."""
     with contextlib.ExitStack() as stack:
@@ -149,7 +173,13 @@ async def serve(
         real_results_port = int(server.results_endpoint.rpartition(":")[2])
         machine.results_endpoint = lambda stage: endpoint("0.0.0.0", real_results_port)
         server.start()
-        log.info("Model %s: %s, %d layers, %.1f GB.", name, facts.architecture, facts.layers, facts.file_bytes / 1e9)
+        log.info(
+            "Model %s: %s, %d layers, %.1f GB.",
+            name,
+            facts.architecture,
+            facts.layers,
+            facts.file_bytes / 1e9,
+        )
         log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
         stop = asyncio.Event()
         with _signals(stop.set):
@@ -157,6 +187,14 @@ async def serve(
             if rest is not None:
                 web = asyncio.create_task(_serve_http(server, rest))
                 log.info("REST: http://%s:%d/v1", *rest.getsockname()[:2])
+            if announce:
+                web_port = None if rest is None else rest.getsockname()[1]
+                where = {
+                    "control": server.control_endpoint,
+                    "results": server.results_endpoint,
+                    "http_port": web_port,
+                }
+                click.echo(json.dumps(where))
             await stop.wait()
         log.info("Stopping.")
         if web is not None:
@@ -167,7 +205,7 @@ async def serve(
 
 
 def _bind_http(http: str) -> socket.socket:
-    host, port = split_address(http, REST_PORT)
+    host, port = split_address(http, REST_PORT, lowest=0)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,7 +231,9 @@ class _Web(uvicorn.Server):
 
 async def _serve_http(server: BrokerServer, listener: socket.socket) -> None:
     app = make_app(server.gateway, new_id=lambda: secrets.token_hex(12), clock=time.time)
-    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+    )
     web = _Web(config)
     try:
         await web.serve(sockets=[listener])

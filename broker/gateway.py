@@ -99,7 +99,9 @@ class Gateway:
             raise InvalidValueError("Give exactly one of prompt, tokens and messages.", param="prompt")
         if submit.model and submit.model not in (self.model, "default"):
             raise UnknownModelError(
-                f"The model {submit.model} is not served here.", hint=f"Served is {self.model}.", param="model"
+                f"The model {submit.model} is not served here.",
+                hint=f"Served is {self.model}.",
+                param="model",
             )
         if submit.tokens is not None:
             return submit.tokens

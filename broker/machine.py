@@ -50,7 +50,17 @@ from potluck.wire.errors import (
     UnavailableError,
 )
 from potluck.wire.ids import ChainId, Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, ErrorInfo, ModelRef, Refused, Release, Welcome
+from potluck.wire.messages import (
+    Assign,
+    ErrorInfo,
+    Hop,
+    HopSums,
+    ModelRef,
+    Refused,
+    Release,
+    StageCounters,
+    Welcome,
+)
 from potluck.wire.story import Story
 
 MAX_BREAKS = 3
@@ -179,7 +189,9 @@ class BrokerMachine:
     def _beat(self, event: StageBeat) -> Iterator[Effect]:
         stage = self.state.stages.get(event.stage)
         if stage is None:
-            error = StageError("This broker does not know the stage.", hint="It has to register again.", phase=Phase.JOIN)
+            error = StageError(
+                "This broker does not know the stage.", hint="It has to register again.", phase=Phase.JOIN
+            )
             yield SendToStage(event.stage, Refused(ErrorInfo.of(error)), self.state.epoch)
             return
         stage.last_heard_s = self._now
@@ -260,7 +272,9 @@ class BrokerMachine:
         if whole and (not self._spares() or self.state.requests or not self.state.ready):
             return  # a chain that serves is changed only between requests; one that loads is left to finish
         try:
-            plan = self.planner(self.shape, [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable])
+            plan = self.planner(
+                self.shape, [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable]
+            )
         except PlanError as error:
             self._last_error = error
             yield Report("error", str(error))
@@ -291,6 +305,7 @@ class BrokerMachine:
             stage = self.state.stages[place.stage]
             stage.status, stage.chain, stage.place = StageStatus.LOADING, chain.chain, place
             stage.last_progress_s, stage.detail = self._now, ""
+            stage.hops, stage.counters = HopSums(), StageCounters()
             last = index == len(places) - 1
             message = Assign(
                 chain=chain.chain,
@@ -300,7 +315,9 @@ class BrokerMachine:
                 first=place.first,
                 end=place.end,
                 next_endpoint=(
-                    self.results_endpoint(place.stage) if last else self.state.stages[places[index + 1].stage].endpoint
+                    self.results_endpoint(place.stage)
+                    if last
+                    else self.state.stages[places[index + 1].stage].endpoint
                 ),
                 results_endpoint=self.results_endpoint(place.stage),
                 slots=self.config.slots,
@@ -310,7 +327,9 @@ class BrokerMachine:
                 exact=self.config.exact,
             )
             yield SendToStage(place.stage, message, chain.epoch)
-            yield Report("info", f"{place.device}: layers {place.first}-{place.end - 1} of {self.shape.layers}.")
+            yield Report(
+                "info", f"{place.device}: layers {place.first}-{place.end - 1} of {self.shape.layers}."
+            )
 
     # ---- breaks
 
@@ -408,9 +427,7 @@ class BrokerMachine:
             )
             return
         del chain.in_flight[event.batch]
-        chain.last_hops = event.hops
-        for name in chain.stages:
-            self.state.stages[name].breaks = 0
+        self._count(chain, event.hops)
         at = 0
         for entry in flight.entries:
             if entry.wants == 0:
@@ -430,13 +447,30 @@ class BrokerMachine:
                 if not self.state.requests and self._spares():
                     self._ask_for_plan(self.config.settle_s)
 
+    def _count(self, chain: Chain, hops: tuple[Hop, ...]) -> None:
+        """Adds what the stages spent on a micro-batch to their sums."""
+        for name in chain.stages:
+            self.state.stages[name].breaks = 0
+        for hop in hops:
+            if hop.index < len(chain.stages):
+                stage = self.state.stages[chain.stages[hop.index]]
+                was = stage.hops
+                stage.hops = HopSums(
+                    was.batches + 1,
+                    was.compute_s + hop.compute_s,
+                    was.wait_s + hop.wait_s,
+                    was.bytes_in + hop.bytes_in,
+                )
+
     def _schedule(self) -> Iterator[Effect]:
         for chain in self.state.chains.values():
             if not chain.open:
                 continue
             for name in scheduler.admit(self.state, chain, self._now):
                 request = self.state.requests[name]
-                self._tell(name, f"chain {chain.chain}", f"slot {request.slot}, {request.rest} tokens to compute")
+                self._tell(
+                    name, f"chain {chain.chain}", f"slot {request.slot}, {request.rest} tokens to compute"
+                )
             for message, tokens in scheduler.fill(self.state, chain, self.config.chunk_tokens, self._now):
                 yield SendBatch(chain.chain, chain.epoch, message, tokens)
 

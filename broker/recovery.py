@@ -31,5 +31,7 @@ def requeue(state: BrokerState, chain: Chain, now: float) -> list[RequestId]:
 def overdue(state: BrokerState, now: float, wait_limit_s: float) -> list[Request]:
     """Waiting requests that no chain has taken for too long."""
     return [
-        state.requests[name] for name in state.waiting if now >= state.requests[name].waiting_since_s + wait_limit_s
+        state.requests[name]
+        for name in state.waiting
+        if now >= state.requests[name].waiting_since_s + wait_limit_s
     ]

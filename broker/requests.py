@@ -33,10 +33,15 @@ def check_submission(event: RequestSubmitted, state: BrokerState, config: Broker
     if any(not 0 <= token < vocab for token in event.tokens):
         raise InvalidValueError(f"A token is outside the vocabulary of {vocab}.", param="prompt")
     if any(not 0 <= token < vocab for token, _ in event.sampling.logit_bias):
-        raise InvalidValueError(f"logit_bias names a token outside the vocabulary of {vocab}.", param="logit_bias")
+        raise InvalidValueError(
+            f"logit_bias names a token outside the vocabulary of {vocab}.", param="logit_bias"
+        )
     if len(state.waiting) >= config.queue_limit:
         raise QueueFullError(
-            f"{len(state.waiting)} requests already wait.", hint="Try again shortly.", retry_after_s=5, phase=Phase.SUBMIT
+            f"{len(state.waiting)} requests already wait.",
+            hint="Try again shortly.",
+            retry_after_s=5,
+            phase=Phase.SUBMIT,
         )
 
 

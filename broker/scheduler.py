@@ -60,7 +60,9 @@ def admit(state: BrokerState, chain: Chain, now: float) -> list[RequestId]:
     return admitted
 
 
-def fill(state: BrokerState, chain: Chain, chunk_tokens: int, now: float) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
+def fill(
+    state: BrokerState, chain: Chain, chunk_tokens: int, now: float
+) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
     """The micro-batches that may enter the chain now, with their tokens; each is in flight once it is yielded."""
     stages = len(chain.plan.stages)
     running = [state.requests[name] for name in chain.slots if name is not None]

@@ -42,6 +42,7 @@ from potluck.broker.events import (
 from potluck.broker.gateway import Gateway, PromptCodec
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.view import snapshot
+from potluck.runtime.address import seen_from
 from potluck.runtime.transport import Push, Transport
 from potluck.wire.errors import MalformedError, PotluckError, UnavailableError, WireError
 from potluck.wire.frames import Buffer
@@ -120,7 +121,8 @@ class BrokerServer:
             self._control.close()
             raise
         self._links: dict[ChainId, _Link] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_due_s: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._watchers: set[asyncio.Event] = set()
         self._last_refusal_log_s = float("-inf")
@@ -185,16 +187,15 @@ class BrokerServer:
 
     def _set_timer(self) -> None:
         due = self.machine.next_deadline()
+        if due == self._timer_due_s:
+            return
         if self._timer is not None:
-            if due is not None and not self._timer.cancelled() and self._timer.when() == due:
-                return
             self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._loop.call_at(due, self._tick)
+        self._timer_due_s = due
+        self._timer = None if due is None else self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer = self._timer_due_s = None
         self.feed(TimePassed(cause="timer"))
 
     def _perform(self, effect: Effect) -> None:
@@ -209,7 +210,8 @@ class BrokerServer:
             case SendToStage(stage, message, epoch):
                 self._control.send(stage.encode(), encode(message, epoch))
             case OpenChain(chain, _, endpoint):
-                self._links[chain] = _Link(self._transport.push(endpoint))
+                # a stage on this machine gives 0.0.0.0: the broker's own host
+                self._links[chain] = _Link(self._transport.push(seen_from("tcp://127.0.0.1:0", endpoint)))
             case CloseChain(chain):
                 link = self._links.pop(chain, None)
                 if link is not None:
@@ -265,10 +267,16 @@ class BrokerServer:
                 return StageBeat(cause=cause, stage=stage, epoch=epoch, counters=message.counters)
             case Progress():
                 share = f" {100 * message.done // message.total} %" if message.total else ""
-                return StageProgressed(cause=cause, stage=stage, epoch=epoch, detail=f"{message.phase}{share}")
+                return StageProgressed(
+                    cause=cause, stage=stage, epoch=epoch, detail=f"{message.phase}{share}"
+                )
             case Ready():
                 return StageLoaded(
-                    cause=cause, stage=stage, epoch=epoch, load_s=message.load_s, weights_bytes=message.weights_bytes
+                    cause=cause,
+                    stage=stage,
+                    epoch=epoch,
+                    load_s=message.load_s,
+                    weights_bytes=message.weights_bytes,
                 )
             case StageFailed():
                 return StageBroke(cause=cause, stage=stage, epoch=epoch, error=message.error.restore())
@@ -315,7 +323,9 @@ class BrokerServer:
         self.refused_frames += 1
         if self._loop.time() - self._last_refusal_log_s >= 1.0:
             self._last_refusal_log_s = self._loop.time()
-            log.warning("refused a frame from %s (%d so far): %s", peer.hex() or "?", self.refused_frames, error)
+            log.warning(
+                "refused a frame from %s (%d so far): %s", peer.hex() or "?", self.refused_frames, error
+            )
 
     # ---- frames out
 

@@ -13,7 +13,7 @@ from potluck.model.text import TextStream
 from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
-from potluck.wire.messages import Capabilities, Hop, StageCounters
+from potluck.wire.messages import Capabilities, HopSums, StageCounters
 from potluck.wire.sampling import Sampling
 
 
@@ -39,6 +39,7 @@ class Stage:
     chain: ChainId | None = None
     place: StagePlan | None = None
     counters: StageCounters = field(default_factory=StageCounters)
+    hops: HopSums = field(default_factory=HopSums)
     weights_bytes: int = 0
     last_progress_s: float = 0.0
     detail: str = ""
@@ -117,7 +118,6 @@ class Chain:
     ready: set[StageId] = field(default_factory=set)
     open: bool = False
     in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
-    last_hops: tuple[Hop, ...] = ()
 
     @property
     def stages(self) -> tuple[StageId, ...]:
@@ -149,8 +149,12 @@ class BrokerState:
         owners: dict[RequestId, tuple[ChainId, SlotId]] = {}
         for chain in self.chains.values():
             assert chain.epoch <= self.epoch, f"chain {chain.chain} is of a future epoch"
-            assert not chain.open or chain.ready == set(chain.stages), f"chain {chain.chain} is open but not ready"
-            assert chain.open or not chain.in_flight, f"chain {chain.chain} is closed with micro-batches in flight"
+            assert not chain.open or chain.ready == set(chain.stages), (
+                f"chain {chain.chain} is open but not ready"
+            )
+            assert chain.open or not chain.in_flight, (
+                f"chain {chain.chain} is closed with micro-batches in flight"
+            )
             for index, owner in enumerate(chain.slots):
                 if owner is None:
                     continue
@@ -162,14 +166,20 @@ class BrokerState:
             for flight in chain.in_flight.values():
                 for entry in flight.entries:
                     if not flight.prefill:
-                        assert entry.request not in decoding, f"{entry.request} has two tokens in flight at once"
+                        assert entry.request not in decoding, (
+                            f"{entry.request} has two tokens in flight at once"
+                        )
                         decoding.add(entry.request)
         for request in self.requests.values():
             place = None if request.chain is None or request.slot is None else (request.chain, request.slot)
             assert place == owners.get(request.request), f"{request.request} and its slot disagree"
-            assert (request.request in self.waiting) == (place is None), f"{request.request} neither waits nor runs"
+            assert (request.request in self.waiting) == (place is None), (
+                f"{request.request} neither waits nor runs"
+            )
             assert 0 <= request.sent <= len(request.tokens), f"{request.request} sent tokens it does not have"
-            assert request.generated <= request.max_new, f"{request.request} has more tokens than it asked for"
+            assert request.generated <= request.max_new, (
+                f"{request.request} has more tokens than it asked for"
+            )
             if place is not None and request.rest == 0:
                 flights = self.chains[place[0]].in_flight.values()
                 owed = sum(e.wants for f in flights for e in f.entries if e.request == request.request)

@@ -11,9 +11,13 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
     """What the broker knows at `now`, stages in the order of their chains, then the spares."""
     state = machine.state
     order = {
-        name: (chain.chain, index) for chain in state.chains.values() for index, name in enumerate(chain.stages)
+        name: (chain.chain, index)
+        for chain in state.chains.values()
+        for index, name in enumerate(chain.stages)
     }
-    stages = sorted(state.stages.values(), key=lambda stage: (order.get(stage.stage, (1 << 30, 0)), stage.stage))
+    stages = sorted(
+        state.stages.values(), key=lambda stage: (order.get(stage.stage, (1 << 30, 0)), stage.stage)
+    )
     return StateView(
         epoch=state.epoch,
         model=machine.model.name,
@@ -39,6 +43,7 @@ def _stage(stage: Stage, place: tuple[int, int] | None, now: float) -> StageView
         first=None if stage.place is None else stage.place.first,
         end=None if stage.place is None else stage.place.end,
         counters=stage.counters,
+        hops=stage.hops,
         last_beat_age_s=max(0.0, now - stage.last_heard_s),
         weights_bytes=stage.weights_bytes,
         endpoint=stage.endpoint,

@@ -36,7 +36,9 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
         row: dict[int, tuple[int, int]] = {}
         for j in range(k, len(bounds)):
             options = [
-                (max(best[k - 1][i][0], weight(bounds[i], bounds[j])), i) for i in range(k - 1, j) if i in best[k - 1]
+                (max(best[k - 1][i][0], weight(bounds[i], bounds[j])), i)
+                for i in range(k - 1, j)
+                if i in best[k - 1]
             ]
             if options:
                 row[j] = min(options)
@@ -50,7 +52,9 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
 def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
     """One chain over all candidates, in the order of their device names, each with an even share of the bytes."""
     if not candidates:
-        raise PlanError("No stage has joined.", hint="Start potluck-stage on at least one device.", phase=Phase.PLAN)
+        raise PlanError(
+            "No stage has joined.", hint="Start potluck-stage on at least one device.", phase=Phase.PLAN
+        )
     most = len([cut for cut in model.cuts if 0 < cut < model.layers]) + 1
     ordered = sorted(candidates, key=lambda c: (c.device, c.stage))
     used, spare = ordered[:most], ordered[most:]
@@ -59,7 +63,9 @@ def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
         tuple(StagePlan(c.stage, c.device, a, b) for c, (a, b) in zip(used, pairwise(bounds), strict=True)),
         model.layers,
     )
-    reasons = [f"{len(used)} stage{'s' if len(used) > 1 else ''} share {model.layers} layers evenly by bytes."]
+    reasons = [
+        f"{len(used)} stage{'s' if len(used) > 1 else ''} share {model.layers} layers evenly by bytes."
+    ]
     if spare:
         names = ", ".join(c.device for c in spare)
         reasons.append(f"{names} left out: the model can be cut into at most {most} stages.")

@@ -61,7 +61,9 @@ class ChainPlan:
         at = 0
         for stage in self.stages:
             if stage.first != at or stage.end <= stage.first:
-                raise ValueError(f"Layers {stage.first}-{stage.end} of {stage.device} do not continue at layer {at}.")
+                raise ValueError(
+                    f"Layers {stage.first}-{stage.end} of {stage.device} do not continue at layer {at}."
+                )
             at = stage.end
         if at != self.layers:
             raise ValueError(f"The chain ends at layer {at} of {self.layers}.")

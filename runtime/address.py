@@ -9,8 +9,8 @@ RESULTS_PORT = 7947
 REST_PORT = 8080
 
 
-def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Host and port. IPv6 hosts stand in brackets. Raises SettingsError."""
+def split_address(address: str, default_port: int, *, lowest: int = 1) -> tuple[str, int]:
+    """Host and port. IPv6 hosts stand in brackets; `lowest` 0 lets in "any free port". Raises SettingsError."""
     text = address.strip().removeprefix("tcp://")
     host, port = text, str(default_port)
     if text.startswith("["):
@@ -21,8 +21,10 @@ def split_address(address: str, default_port: int) -> tuple[str, int]:
         host, port = text.split(":")
     elif text.count(":") > 1:
         host = text
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise SettingsError(f"{address!r} is not an address.", hint="Write host or host:port, e.g. 192.168.1.10:7946.")
+    if not host or not port.isdigit() or not lowest <= int(port) < 65_536:
+        raise SettingsError(
+            f"{address!r} is not an address.", hint="Write host or host:port, e.g. 192.168.1.10:7946."
+        )
     return host, int(port)
 
 

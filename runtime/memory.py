@@ -77,26 +77,45 @@ class MemoryNetwork:
     def __post_init__(self) -> None:
         self._bound: dict[str, _Bound] = {}
         self._ports = count(20_000)
-        self._last_arrival: dict[tuple[str, str, str], float] = {}
+        self._lanes: dict[tuple[str, str, str], _Lane] = {}
 
     def host(self, name: str) -> MemoryTransport:
         """A transport for one host."""
         return MemoryTransport(self, name)
 
     def carry(
-        self, source: str, target: str, lane: str, frames: Sequence[Buffer], arrive: Callable[[list[Buffer]], None]
-    ) -> None:
-        """Delivers frames by the weather's will, in order within one lane."""
-        loop = asyncio.get_running_loop()
+        self,
+        source: str,
+        target: str,
+        lane: str,
+        frames: Sequence[Buffer],
+        arrive: Callable[[list[Buffer]], None],
+    ) -> int:
+        """Delivers frames by the weather's will, in order within one lane. Returns how many copies arrive."""
         copies = self.weather.fate(source, target, frames).delays_s
         if not copies:
             self.lost += 1
         frozen = _freeze(frames)
+        way = self._lanes.setdefault((source, target, lane), _Lane())
         for delay in copies:
-            at = max(loop.time() + delay, self._last_arrival.get((source, target, lane), 0.0))
-            self._last_arrival[source, target, lane] = at
             self.delivered += 1
-            loop.call_at(at, arrive, list(frozen))
+            way.send(delay, lambda: arrive(list(frozen)))
+        return len(copies)
+
+
+class _Lane:
+    """What is on its way from one sender to one receiver: nothing overtakes, whatever the delays."""
+
+    def __init__(self) -> None:
+        self._coming: deque[Callable[[], None]] = deque()
+        self._last_s = 0.0
+
+    def send(self, delay_s: float, arrive: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._last_s = max(loop.time() + delay_s, self._last_s)
+        self._coming.append(arrive)
+        # Timers of equal times come in any order: each one delivers whatever is first.
+        loop.call_at(self._last_s, lambda: self._coming.popleft()())
 
 
 class MemoryTransport(Transport):
@@ -242,6 +261,7 @@ class _MemoryPull(_Bound):
         return frames
 
     def arrive(self, frames: list[Buffer]) -> None:
+        self.coming -= 1
         if not self.closed:
             self.inbox.put(frames)
 
@@ -261,9 +281,14 @@ class _MemoryPush(_Socket):
                 and not pull.full
                 and self.network.weather.connected(self.transport.name, pull.transport.name)
             ):
-                self.network.carry(
-                    self.transport.name, pull.transport.name, f"{id(self)}>{self.endpoint}", frames, pull.arrive
+                copies = self.network.carry(
+                    self.transport.name,
+                    pull.transport.name,
+                    f"{id(self)}>{self.endpoint}",
+                    frames,
+                    pull.arrive,
                 )
+                pull.coming += copies
                 return
             if isinstance(pull, _MemoryPull) and pull.full:
                 pull.room.clear()
@@ -272,4 +297,6 @@ class _MemoryPush(_Socket):
                 waiter.cancel()
             else:
                 await asyncio.sleep(self.RETRY_S)
-        await asyncio.get_running_loop().create_future()  # closed: the frames go nowhere, as over a dead connection
+        await (
+            asyncio.get_running_loop().create_future()
+        )  # closed: the frames go nowhere, as over a dead connection

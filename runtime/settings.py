@@ -111,7 +111,9 @@ def load_settings(path: Path) -> Settings:
     try:
         text = path.read_bytes()[: FILE_BYTES + 1]
     except OSError as error:
-        raise SettingsError(f"Can't read {path}: {error.strerror}.", hint="Check the path given with --config.") from error
+        raise SettingsError(
+            f"Can't read {path}: {error.strerror}.", hint="Check the path given with --config."
+        ) from error
     if len(text) > FILE_BYTES:
         raise SettingsError(f"{path} is larger than {FILE_BYTES} bytes.", hint="Is it a settings file?")
     try:
@@ -119,7 +121,9 @@ def load_settings(path: Path) -> Settings:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise SettingsError(f"{path} is not valid YAML{where}.", hint="Compare it with configs/potluck.yaml.") from error
+        raise SettingsError(
+            f"{path} is not valid YAML{where}.", hint="Compare it with configs/potluck.yaml."
+        ) from error
     return parse_settings(raw, str(path))
 
 
@@ -131,7 +135,9 @@ def parse_settings(raw: Any, source: str) -> Settings:
     try:
         return msgspec.convert(raw, Settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: {error}", hint="configs/potluck.yaml shows every key with its unit.") from error
+        raise SettingsError(
+            f"{source}: {error}", hint="configs/potluck.yaml shows every key with its unit."
+        ) from error
 
 
 def _check_keys(raw: Any, kind: type[msgspec.Struct], source: str, prefix: str) -> None:

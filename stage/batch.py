@@ -1,7 +1,7 @@
 """One micro-batch through a loaded engine: trims, samplings, activations in, layers, tokens or activations out. Pure.
 
 Runs on the compute lane. What leaves is a copy: the engine reuses its buffers at the next micro-batch, while the sender
-may still hold the frames of this one (a copy of 64 rows of width 4096 takes well under 0.1 ms, the layers take hundreds).
+may still hold the frames of this one (copying 64 rows of width 4096 takes 0.02 ms, the layers hundreds).
 """
 
 from __future__ import annotations

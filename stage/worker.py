@@ -104,6 +104,7 @@ class StageWorker:
         self._dealer: Dealer
         self._reader: asyncio.Task[None]
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s: float | None = None
         self._exit: asyncio.Future[Exit]
         self._cancelled_load = 0
         self._watchers: set[asyncio.Event] = set()
@@ -204,16 +205,15 @@ class StageWorker:
 
     def _set_timer(self) -> None:
         due = self.machine.next_deadline()
+        if due == self._timer_due_s:
+            return
         if self._timer is not None:
-            if self._timer.when() == due:
-                return
             self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = self._loop.call_at(due, self._tick)
+        self._timer_due_s = due  # kept here: uvloop's handle of a time that has passed does not know it
+        self._timer = None if due is None else self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer = self._timer_due_s = None
         self.feed(TimePassed(cause="timer"))
 
     def _perform(self, effect: Effect) -> None:

@@ -44,7 +44,9 @@ def unpack_header(frames: Sequence[Buffer]) -> Header:
     Raises MalformedError (not ours, or parts are missing), VersionMismatchError, FrameTooLargeError.
     """
     if not 2 <= len(frames) <= limits.FRAMES_PER_MESSAGE:
-        raise MalformedError(f"A message has 2 to {limits.FRAMES_PER_MESSAGE} parts, this one has {len(frames)}.")
+        raise MalformedError(
+            f"A message has 2 to {limits.FRAMES_PER_MESSAGE} parts, this one has {len(frames)}."
+        )
     head = memoryview(frames[0])
     if head.nbytes != HEADER_BYTES:
         raise MalformedError(f"The header has {head.nbytes} bytes instead of {HEADER_BYTES}.")

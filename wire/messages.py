@@ -55,7 +55,14 @@ class ErrorInfo(_Body, frozen=True):
         """The error's facts; what a peer may not know stays here."""
         cut = limits.TEXT_CHARS
         return cls(
-            error.code, error.what[:cut], error.hint[:cut], error.device, error.stage, error.phase, error.param, error.facts
+            error.code,
+            error.what[:cut],
+            error.hint[:cut],
+            error.device,
+            error.stage,
+            error.phase,
+            error.param,
+            error.facts,
         )
 
     def restore(self) -> PotluckError:
@@ -227,8 +234,13 @@ class Submit(_Body, frozen=True):
 
     request: Name
     prompt: Annotated[str, Meta(max_length=limits.PROMPT_CHARS)] | None = None
-    tokens: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=limits.PROMPT_TOKENS)] | None = None
-    messages: Annotated[tuple[ChatMessage, ...], Meta(min_length=1, max_length=limits.CHAT_MESSAGES)] | None = None
+    tokens: (
+        Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(max_length=limits.PROMPT_TOKENS)]
+        | None
+    ) = None
+    messages: (
+        Annotated[tuple[ChatMessage, ...], Meta(min_length=1, max_length=limits.CHAT_MESSAGES)] | None
+    ) = None
     model: Text = ""
     max_tokens: Annotated[int, Meta(ge=1, le=limits.PROMPT_TOKENS)] | None = None
     stop: Annotated[
@@ -306,6 +318,15 @@ class Rejected(_Body, frozen=True):
     error: ErrorInfo
 
 
+class HopSums(_Body, frozen=True):
+    """What one stage has spent on the micro-batches of this epoch that came out of its chain."""
+
+    batches: Count = 0
+    compute_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    bytes_in: Count = 0
+
+
 class StageView(_Body, frozen=True):
     """One stage in a snapshot."""
 
@@ -317,6 +338,9 @@ class StageView(_Body, frozen=True):
     first: int | None = None
     end: int | None = None
     counters: StageCounters = StageCounters()
+    """As of the stage's last heartbeat."""
+    hops: HopSums = HopSums()
+    """As of the last result."""
     last_beat_age_s: float = 0.0
     weights_bytes: int = 0
     endpoint: Text = ""
@@ -482,7 +506,9 @@ def decode(frames: Sequence[Buffer], accept: frozenset[type] | None = None) -> E
 def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """`raw` as int32[count], without a copy. Raises MalformedError when the size differs."""
     if memoryview(raw).nbytes != 4 * count:
-        raise MalformedError(f"An array of {count} int32 has {4 * count} bytes, not {memoryview(raw).nbytes}.")
+        raise MalformedError(
+            f"An array of {count} int32 has {4 * count} bytes, not {memoryview(raw).nbytes}."
+        )
     return np.frombuffer(raw, dtype="<i4")
 
 

@@ -103,6 +103,7 @@ class _Slice:
             prepare_process(exact=True)
         self.width = facts.width
         self.exactness = loading.Exactness.of(spec, facts, self.library)
+        loading.check_room(spec, facts, self.exactness)
         self.limits: Limits = loading.limits_of(spec, self.exactness.on)
         self._table = SlotTable(spec.slots, spec.context_tokens, spec.batch_tokens)
         self._takes_tokens = spec.is_first and spec.is_last

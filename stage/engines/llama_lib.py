@@ -25,7 +25,7 @@ _lock = threading.Lock()
 _library: Library | None = None
 
 _TILED = "GGML_CPU_TILED_MM"
-_LEVEL_WARN, _LEVEL_ERROR, _LEVEL_CONTINUED = 2, 3, 5
+_LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 _BUFFER = re.compile(r"\b(model|KV|RS|compute|output) buffer size = +([0-9.]+) MiB")
 
 
@@ -54,7 +54,7 @@ class Library:
         self.computed_tiled: bool | None = None
         """Whether the first product of this process was made with tiling on; None before it."""
         self._recent: deque[str] = deque(maxlen=8)
-        self._captured: list[str] = []
+        self._captured: list[str] | None = None
         self._line = ""
         self._line_level = 0
         try:
@@ -90,23 +90,23 @@ class Library:
         return "LLAMAFILE = 1" in self.features
 
     def last_error(self) -> str:
-        """llama.cpp's most recent complaint, or an empty text."""
+        """llama.cpp's most recent error, or an empty text."""
         return self._recent[-1] if self._recent else ""
 
-    def complaints(self) -> str:
-        """llama.cpp's recent warnings and errors, oldest first."""
+    def errors(self) -> str:
+        """llama.cpp's recent errors, oldest first, or an empty text."""
         return " | ".join(self._recent)
 
     @contextmanager
     def capture(self) -> Iterator[list[str]]:
-        """Every log line written inside the block; complaints from before it are forgotten."""
+        """Every log line written inside the block; errors from before it are forgotten."""
         self._recent.clear()
         lines: list[str] = []
         self._captured = lines
         try:
             yield lines
         finally:
-            self._captured = []
+            self._captured = None
 
     def _heard(self, level: int, text: bytes, _user: object) -> None:
         """Called by llama.cpp, from any of its threads: pieces of lines, ended by a newline."""
@@ -118,11 +118,10 @@ class Library:
         line, self._line = self._line.strip(), ""
         if not line:
             return
-        if self._line_level in (_LEVEL_WARN, _LEVEL_ERROR):
+        if self._line_level == _LEVEL_ERROR:
             self._recent.append(line)
-        self._captured.append(line)
-        if len(self._captured) > 10_000:
-            del self._captured[:]
+        if self._captured is not None:
+            self._captured.append(line)
         _log.debug("%s", line)
 
 

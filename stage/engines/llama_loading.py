@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.model.facts import ModelFacts
+import psutil
+
+from potluck.model.facts import EMBEDDINGS, ModelFacts
 from potluck.stage.engine import LoadSpec
 from potluck.stage.engines.llama_callback import HiddenTap
 from potluck.stage.engines.llama_calls import Limits
@@ -49,7 +51,7 @@ class Exactness:
         names = [
             tensor.type.name
             for tensor in facts.tensors.values()
-            if len(tensor.shape) > 1 and (spec.is_last or tensor.name != "token_embd.weight")
+            if len(tensor.shape) > 1 and (tensor.name != EMBEDDINGS or (spec.is_last and facts.tied))
         ]
         if any(name.endswith("_K") or name.startswith("IQ") for name in names) and library.computed_tiled:
             raise EngineError(
@@ -85,20 +87,48 @@ def load_model(library: Library, spec: LoadSpec, exact: bool) -> Any:
     return model
 
 
+def _cells(spec: LoadSpec, exactness: Exactness) -> int:
+    """Tokens that llama.cpp reserves per slot: it rounds up to 256, and a padding row needs one more."""
+    return -(-(spec.context_tokens + exactness.pad) // 256) * 256
+
+
+def check_room(spec: LoadSpec, facts: ModelFacts, exactness: Exactness) -> None:
+    """Raises OutOfMemoryError if the KV cache can't fit the memory that is free now.
+
+    llama.cpp would be promised it by the system and killed when it fills it. A GPU refuses by itself.
+    """
+    cells = _cells(spec, exactness) * spec.slots
+    heads = _per_layer(facts, "attention.head_count_kv") or _per_layer(facts, "attention.head_count")
+    lengths = [facts.of_architecture(f"attention.{part}_length") for part in ("key", "value")]
+    query_heads = _per_layer(facts, "attention.head_count")
+    usual = facts.width // max(query_heads[0], 1) if query_heads else 0
+    row_bytes = 2 * sum(length if isinstance(length, int) else usual for length in lengths)
+    need = cells * row_bytes * sum(heads)
+    free = psutil.virtual_memory().available
+    if cells >= 1 << 32 or (need > free and spec.gpu_layers == 0):
+        raise OutOfMemoryError(
+            f"{spec.slots} slots of {spec.context_tokens} tokens need {need >> 20} MiB for the KV cache, "
+            f"{free >> 20} MiB are free.",
+            hint="Use fewer slots, a shorter context, or fewer layers on this device.",
+            phase=Phase.LOAD,
+            needed_bytes=need,
+            free_bytes=free,
+        )
+
+
+def _per_layer(facts: ModelFacts, key: str) -> list[int]:
+    """One number per layer, from a number or a list; empty if the file does not say."""
+    value = facts.of_architecture(key)
+    values = value if isinstance(value, tuple) else (value,) * facts.layers
+    return [number for number in values if isinstance(number, int)]
+
+
 def make_context(
     library: Library, model: Any, spec: LoadSpec, exactness: Exactness, limits: Limits, tap: HiddenTap | None
 ) -> Any:
     """A llama_context pointer with room for every slot. Raises OutOfMemoryError, EngineError."""
     params = library.api.llama_context_default_params()
-    # llama.cpp divides n_ctx by the sequences and rounds up to 256 cells; a padding row needs one cell more.
-    cells = -(-(spec.context_tokens + exactness.pad) // 256) * 256
-    if cells * spec.slots >= 1 << 32:
-        raise OutOfMemoryError(
-            f"{spec.slots} slots of {spec.context_tokens} tokens are more than llama.cpp can hold.",
-            hint="Use fewer slots or a shorter context.",
-            phase=Phase.LOAD,
-        )
-    params.n_ctx = cells * spec.slots
+    params.n_ctx = _cells(spec, exactness) * spec.slots
     params.n_seq_max = spec.slots
     params.kv_unified = False
     params.n_batch = limits.batch_rows
@@ -135,7 +165,7 @@ def position_sections(library: Library, model: Any) -> bool:
 
 def _failed(library: Library, kind: type[ModelError | EngineError], what: str) -> ModelError | EngineError:
     """An error with llama.cpp's last words; OutOfMemoryError when they are about memory."""
-    said = library.complaints()
+    said = library.errors()
     if any(mark in said.lower() for mark in _SHORT_OF_MEMORY):
         return OutOfMemoryError(
             f"{what}: {said}.",
@@ -154,6 +184,7 @@ def note_computing(library: Library) -> None:
 __all__ = [
     "MAX_SLOTS",
     "Exactness",
+    "check_room",
     "limits_of",
     "load_model",
     "make_context",

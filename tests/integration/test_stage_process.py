@@ -53,7 +53,7 @@ class Broker:
         self.control = transport.router("tcp://127.0.0.1:*")
         self.results = transport.pull("tcp://127.0.0.1:*")
         self.peer = b""
-        self.process: asyncio.subprocess.Process
+        self.process: asyncio.subprocess.Process | None = None
 
     async def start(self, *options: str, **environment: str) -> None:
         command = [
@@ -69,8 +69,13 @@ class Broker:
             *command, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment}
         )
 
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     async def end(self) -> tuple[int, str]:
         """How the process ended, and what it said."""
+        assert self.process is not None
         async with asyncio.timeout(DEADLINE_S):
             _, said = await self.process.communicate()
         assert self.process.returncode is not None
@@ -115,8 +120,9 @@ async def broker() -> AsyncIterator[Broker]:
         try:
             yield side
         finally:
-            with contextlib.suppress(AttributeError, ProcessLookupError):
+            if side.process is not None and side.process.returncode is None:
                 side.process.kill()
+                await side.process.communicate()
 
 
 async def push(side: Broker, register: Register, frames: list[Buffer]) -> None:
@@ -139,7 +145,7 @@ def test_a_stage_serves_beats_and_says_goodbye_on_a_signal(number: signal.Signal
             assert tokens == fake_continuation([5, 6, 7], 1, LAYERS)
             assert done.hops[0].compute_s > 0.0
             await side.hear(Heartbeat)
-            side.process.send_signal(number)
+            side.signal(number)
             goodbye = (await side.hear(Goodbye)).message
             assert isinstance(goodbye, Goodbye)
             assert number.name in goodbye.reason
@@ -207,6 +213,7 @@ def test_a_stage_waits_for_its_broker_and_registers_with_it_once() -> None:
         async with broker() as side:
             side.control.close()
             await side.start(*FAKE)
+            assert side.process is not None
             assert side.process.stderr is not None
             async with asyncio.timeout(DEADLINE_S):
                 said = await side.process.stderr.readline()
@@ -240,7 +247,7 @@ def test_a_real_model_whole_in_one_stage_gives_its_greedy_text(smollm2_path: Pat
             )
             done, _ = await side.result()
             assert done.batch == 1
-            side.process.terminate()
+            side.signal(signal.SIGTERM)
             assert (await side.end())[0] == 0
 
     asyncio.run(scenario())

@@ -90,7 +90,9 @@ class ChainWorld:
         at = 0
         for span in message.spans:
             held = self.slots.get(span.slot, ())
-            assert span.position == len(held), f"slot {span.slot} holds {len(held)}, span starts at {span.position}"
+            assert span.position == len(held), (
+                f"slot {span.slot} holds {len(held)}, span starts at {span.position}"
+            )
             for offset in range(span.tokens):
                 held += (sent.tokens[at + offset],)
                 if offset >= span.tokens - span.wants:
@@ -106,9 +108,17 @@ class CoreWorld:
 
     def __init__(self, config: BrokerConfig | None = None) -> None:
         self.now = 0.0
-        self.config = config or BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, queue_limit=50)
+        self.config = config or BrokerConfig(
+            slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, queue_limit=50
+        )
         self.core = BrokerMachine(
-            self.config, MODEL, SHAPE, LetterVocabulary(), plan_even, lambda stage: "tcp://broker:7947", "test"
+            self.config,
+            MODEL,
+            SHAPE,
+            LetterVocabulary(),
+            plan_even,
+            lambda stage: "tcp://broker:7947",
+            "test",
         )
         self.alive: set[StageId] = set()
         self.loading: deque[tuple[StageId, Epoch]] = deque()
@@ -158,9 +168,7 @@ class CoreWorld:
         sent = world.coming.popleft()
         results = world.compute(sent)
         self.feed(
-            BatchReturned(
-                cause="result", epoch=sent.epoch, batch=BatchId(sent.message.batch), tokens=results
-            )
+            BatchReturned(cause="result", epoch=sent.epoch, batch=BatchId(sent.message.batch), tokens=results)
         )
         return True
 

@@ -34,7 +34,9 @@ from potluck.wire.sampling import Sampling
 MAX = BrokerConfig().lost_after_s
 
 
-def ask(world: CoreWorld, name: str, prompt: tuple[int, ...] = (1, 2, 3), limit: int | None = 4, **more: object) -> RequestId:
+def ask(
+    world: CoreWorld, name: str, prompt: tuple[int, ...] = (1, 2, 3), limit: int | None = 4, **more: object
+) -> RequestId:
     request = RequestId(name)
     world.feed(RequestSubmitted(cause="test", request=request, tokens=prompt, max_tokens=limit, **more))  # type: ignore[arg-type]
     return request
@@ -171,7 +173,9 @@ def test_frames_of_an_older_epoch_change_nothing() -> None:
     world.feed(BatchReturned(cause="zombie", epoch=old.epoch, batch=BatchId(old.message.batch), tokens=(5,)))
     assert world.tokens[request] == before
     world.feed(
-        BatchBroke(cause="zombie", epoch=old.epoch, batch=BatchId(old.message.batch), error=EngineError(stage=a))
+        BatchBroke(
+            cause="zombie", epoch=old.epoch, batch=BatchId(old.message.batch), error=EngineError(stage=a)
+        )
     )
     assert world.core.state.ready
 
@@ -300,7 +304,9 @@ def test_submissions_that_can_not_be_served_say_why() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2), (VOCAB,), (-1,)])
-def test_results_that_do_not_fit_the_micro_batch_break_the_chain_and_not_the_request(tokens: tuple[int, ...]) -> None:
+def test_results_that_do_not_fit_the_micro_batch_break_the_chain_and_not_the_request(
+    tokens: tuple[int, ...],
+) -> None:
     world = CoreWorld(BrokerConfig(settle_s=0.0))
     world.start("a")
     request = ask(world, "r", limit=2)
@@ -341,7 +347,11 @@ class BrokerCoreMachine(RuleBasedStateMachine):
         self.count = 0
         self.world.start(*"abc"[:stages])
 
-    @rule(target=requests, prompt=st.lists(st.integers(0, 255), min_size=0, max_size=42), limit=st.integers(1, 20))
+    @rule(
+        target=requests,
+        prompt=st.lists(st.integers(0, 255), min_size=0, max_size=42),
+        limit=st.integers(1, 20),
+    )
     def submit(self, prompt: list[int], limit: int) -> object:
         self.count += 1
         request = RequestId(f"r{self.count}")
@@ -387,11 +397,17 @@ class BrokerCoreMachine(RuleBasedStateMachine):
         stage = data.draw(st.sampled_from(sorted(self.world.alive)))
         self.world.feed(
             StageRegistered(
-                cause=stage, stage=stage, device=DeviceName(stage[0]), endpoint="tcp://x:1", models=(MODEL.fingerprint,)
+                cause=stage,
+                stage=stage,
+                device=DeviceName(stage[0]),
+                endpoint="tcp://x:1",
+                models=(MODEL.fingerprint,),
             )
         )
 
-    @rule(batch=st.integers(0, 60), epoch=st.integers(0, 9), tokens=st.lists(st.integers(-1, 400), max_size=5))
+    @rule(
+        batch=st.integers(0, 60), epoch=st.integers(0, 9), tokens=st.lists(st.integers(-1, 400), max_size=5)
+    )
     def lie(self, batch: int, epoch: int, tokens: list[int]) -> None:
         """A result that nobody should believe: of a batch that is not in flight, or of another epoch."""
         chains = self.world.core.state.chains.values()
@@ -406,7 +422,9 @@ class BrokerCoreMachine(RuleBasedStateMachine):
         chain = next(chain for chain in self.world.core.state.chains.values() if chain.in_flight)
         batch = next(iter(chain.in_flight))
         self.world.feed(
-            BatchBroke(cause="engine", epoch=chain.epoch, batch=batch, error=StageError("It broke.", stage=blame))
+            BatchBroke(
+                cause="engine", epoch=chain.epoch, batch=batch, error=StageError("It broke.", stage=blame)
+            )
         )
 
     @invariant()
@@ -430,11 +448,11 @@ class BrokerCoreMachine(RuleBasedStateMachine):
         assert set(world.ends) == set(self.prompts), "a request did not end"
         for request, end in world.ends.items():
             if isinstance(end, RequestFinished):
-                assert len(world.tokens[request]) == min(self.limits[request], 40 - len(self.prompts[request]))
+                assert len(world.tokens[request]) == min(
+                    self.limits[request], 40 - len(self.prompts[request])
+                )
         assert all(owner is None for chain in world.core.state.chains.values() for owner in chain.slots)
 
 
-BrokerCoreMachine.TestCase.settings = settings(
-    stateful_step_count=80, deadline=None, print_blob=True
-)
+BrokerCoreMachine.TestCase.settings = settings(stateful_step_count=80, deadline=None, print_blob=True)
 TestBrokerCore = BrokerCoreMachine.TestCase

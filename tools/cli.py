@@ -1,0 +1,229 @@
+"""`potluck`: the command line. Each command's work is in a file of its own; this one reads options and reports errors."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+from rich.console import Console
+
+from potluck.runtime.client import Client
+from potluck.runtime.loop import run
+from potluck.wire.errors import PotluckError, UsageError
+from potluck.wire.sampling import Sampling
+
+T = TypeVar("T")
+
+
+class _Group(click.Group):
+    """Turns Potluck's errors into one clear line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PotluckError as error:
+            click.echo(f"potluck: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            click.echo("Cancelled.", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
+@click.version_option(package_name="potluck")
+def main() -> None:
+    """Pool the computers you already own and run a language model that none of them could run alone."""
+
+
+broker_option = click.option(
+    "--broker", "-b", default="127.0.0.1", envvar="POTLUCK_BROKER", help="Address of the broker."
+)
+
+
+@main.command()
+@click.option("--model", "-m", type=click.Path(path_type=Path), help="Another GGUF file than the demo's.")
+@click.option("--prompt", "-p", help="Another prompt.")
+@click.option("--max-tokens", default=96, type=click.IntRange(1))
+def demo(model: Path | None, prompt: str | None, max_tokens: int) -> None:
+    """Start a broker and three stages on this machine and answer a prompt."""
+    from potluck.tools.demo import PROMPT, demo_model
+    from potluck.tools.demo import demo as run_demo
+
+    run(run_demo(Console(), model or demo_model(), prompt or PROMPT, max_tokens))
+
+
+@main.command()
+@broker_option
+@click.option("--prompt", "-p", help="The prompt; '-' or nothing reads it from standard input.")
+@click.option("--max-tokens", "-n", default=128, type=click.IntRange(1), help="Tokens of the answer at most.")
+@click.option("--raw", is_flag=True, help="Send the prompt as it is, without the chat template.")
+@click.option("--system", help="A system message before the prompt.")
+@click.option("--temperature", default=0.8, type=click.FloatRange(0.0), help="0 takes the likeliest token.")
+@click.option("--top-k", default=40, type=click.IntRange(0))
+@click.option("--top-p", default=0.95, type=click.FloatRange(0.0, 1.0))
+@click.option("--min-p", default=0.05, type=click.FloatRange(0.0, 1.0))
+@click.option(
+    "--seed", type=click.IntRange(0, (1 << 32) - 1), help="The same seed gives the same text again."
+)
+@click.option("--stop", multiple=True, help="End the answer before this text. May be repeated.")
+@click.option(
+    "--times/--no-times", default=None, help="A line per token with its time.  [default: on a terminal]"
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end.")
+def infer(
+    broker: str,
+    prompt: str | None,
+    max_tokens: int,
+    raw: bool,
+    system: str | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    stop: tuple[str, ...],
+    times: bool | None,
+    as_json: bool,
+) -> None:
+    """Answer one prompt, with the time of each token and the average."""
+    from potluck.tools.infer import infer as run_infer
+    from potluck.tools.infer import summary
+
+    text = _prompt(prompt)
+    console = Console(highlight=False)
+    show_times = sys.stdout.isatty() if times is None else times
+    try:
+        sampling = msgspec.convert(
+            {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
+            Sampling,
+            strict=False,
+        )
+    except msgspec.ValidationError as error:
+        raise UsageError(str(error)) from error
+
+    async def work() -> None:
+        async with Client(broker) as client:
+            await client.state()  # says at once when nobody answers
+            answer = await run_infer(
+                client, text, raw=raw, system=system, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop,
+                console=None if as_json else console, times=show_times,
+            )  # fmt: skip
+        if as_json:
+            click.echo(answer.to_json())
+            return
+        if show_times:
+            console.out(f"\n{answer.text}\n", highlight=False)
+        else:
+            console.out("")
+        Console(stderr=True, highlight=False).print(summary(answer))
+
+    run(work())
+
+
+@main.command()
+@broker_option
+@click.option("--json", "as_json", is_flag=True, help="The whole state as JSON.")
+def ps(broker: str, as_json: bool) -> None:
+    """List the stages that have joined, and what they hold."""
+    from potluck.tools.tables import device_table
+
+    async def work() -> None:
+        async with Client(broker) as client:
+            view = await client.state()
+        if as_json:
+            click.echo(msgspec.json.encode(view).decode())
+            return
+        console = Console(highlight=False)
+        state = "serving" if view.ready else f"not serving: {view.detail}"
+        console.print(
+            f"{view.model}, epoch {view.epoch}, {state}; {view.running} running, {view.queued} waiting, "
+            f"{view.slots} slots of {view.context_tokens} tokens."
+        )
+        if view.stages:
+            console.print(device_table(view))
+
+    run(work())
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--stages", "-s", default=3, type=click.IntRange(2, 256), help="Stages to cut the model into.")
+@click.option("--cuts", help="Cut at these layers instead, for example 1,2,9.")
+@click.option("--activation", default="f32", type=click.Choice(["f32", "f16"]), help="Numbers on the wire.")
+@click.option("--exact", is_flag=True, help="Compute as with compute.exact.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def verify(model: Path, stages: int, cuts: str | None, activation: str, exact: bool, as_json: bool) -> None:
+    """Run MODEL whole and split, and compare logits and tokens."""
+    from potluck.tools.verify import run_verify
+
+    report = run_verify(model, stages, cuts=_cuts(cuts), activation=activation, exact=exact)
+    click.echo(report.to_json() if as_json else report.to_text())
+    sys.exit(0 if report.passed else 1)
+
+
+@main.group()
+def bench() -> None:
+    """Measure a cluster of real processes on this machine."""
+
+
+@bench.command()
+@click.option(
+    "--model", "-m", type=click.Path(path_type=Path), help="A GGUF file.  [default: the demo's model]"
+)
+@click.option("--cores", default="0,1", help="One stage of one thread per core, pinned to it.")
+@click.option("--parallel", default="1,2,4,8,16", help="Numbers of sequences at the same time.")
+@click.option("--prompt-tokens", default=16, type=click.IntRange(1))
+@click.option("--generate", default=64, type=click.IntRange(2), help="Tokens of each answer.")
+@click.option("--activation", default="f32", type=click.Choice(["f32", "f16"]))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def throughput(
+    model: Path | None,
+    cores: str,
+    parallel: str,
+    prompt_tokens: int,
+    generate: int,
+    activation: str,
+    as_json: bool,
+) -> None:
+    """Tokens per second, time to first token and busy shares at several numbers of sequences."""
+    from potluck.tools.bench import run_throughput
+    from potluck.tools.demo import demo_model
+
+    report = run(
+        run_throughput(
+            model or demo_model(), _numbers(cores, "--cores"), _numbers(parallel, "--parallel"),
+            prompt_tokens=prompt_tokens, generate=generate, activation=activation,
+        )
+    )  # fmt: skip
+    click.echo(report.to_json() if as_json else report.to_text())
+
+
+def _prompt(given: str | None) -> str:
+    if given not in (None, "-"):
+        return str(given)
+    if given is None and sys.stdin.isatty():
+        raise UsageError("There is no prompt.", hint='Give one: potluck infer --prompt "Hello".')
+    return sys.stdin.read()
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option} takes numbers such as 0,1, not {text!r}.") from None
+    if any(number < 0 for number in numbers):
+        raise UsageError(f"{option} takes no negative numbers.")
+    return numbers
+
+
+def _cuts(text: str | None) -> list[int] | None:
+    return None if text is None else _numbers(text, "--cuts")
+
+
+if __name__ == "__main__":
+    main()
