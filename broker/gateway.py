@@ -1,4 +1,4 @@
-"""Where requests come in, whatever brought them: turns a Submit into prompt tokens, and the core's effects into a stream.
+"""Where requests come in: turns a Submit into prompt tokens, and the core's effects into a stream.
 
 REST handlers and the zmq side hold a `Ticket` for each request and read its events; leaving a ticket early cancels the
 request. Knows no HTTP and no sockets; the server connects it to the core.
@@ -41,7 +41,7 @@ class PromptCodec(Protocol):
 
 @dataclass(slots=True)
 class Ticket:
-    """One request being served: `events()` yields until it ends. Raises the request's PotluckError if it fails."""
+    """One request being served. `events()` yields until it ends, or raises the PotluckError it ended with."""
 
     request: RequestId
     prompt_tokens: int
@@ -50,7 +50,7 @@ class Ticket:
     _over: bool = field(default=False)
 
     async def events(self) -> AsyncGenerator[StreamEvent, None]:
-        """The request's events in order; the last one is RequestFinished. Leaving the loop early cancels the request."""
+        """The request's events in order, RequestFinished last. Leaving the loop early cancels the request."""
         try:
             while True:
                 event = await self._queue.get()

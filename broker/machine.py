@@ -339,8 +339,8 @@ class BrokerMachine:
             self._tell(name, cause, f"off chain {chain.chain}: {why}")
         if chain.open:
             yield CloseChain(chain.chain)
-        for name in chain.stages:
-            stage = self.state.stages[name]
+        for member in chain.stages:
+            stage = self.state.stages[member]
             stage.chain = stage.place = None
             if stage.status is not StageStatus.FAILED:
                 stage.status = StageStatus.SPARE
@@ -498,14 +498,14 @@ class BrokerMachine:
                 yield from self._give_up_loading(chain, event.cause)
         if not self.state.ready:
             for request in recovery.overdue(self.state, self._now, self.config.wait_limit_s):
-                error = UnavailableError(
+                failure = UnavailableError(
                     f"No chain could take the request within {self.config.wait_limit_s:g} s. {self.missing}",
                     hint="Start more stages, or wait for the lost ones.",
                     phase=Phase.SERVE,
                     retry_after_s=30,
                 )
                 self._tell(request.request, event.cause, "waited too long for a chain")
-                yield requests.fail(self.state, request, error)
+                yield requests.fail(self.state, request, failure)
 
     def _load_deadline(self, chain: Chain) -> float:
         waiting = [self.state.stages[name] for name in chain.stages if name not in chain.ready]

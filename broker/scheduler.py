@@ -3,7 +3,7 @@
 A request joins and leaves between micro-batches. Decode micro-batches carry one token of each of a run of neighbouring
 slots (one ubatch wants ascending, consecutive sequences); with S stages, the sequences that decode are shared out over
 S micro-batches, so that every stage has one. Prompt chunks travel between them: as many as fill the chain when nobody
-decodes, one at a time when everybody does. A prompt's chunks do not wait for each other, only its last one has a result.
+decodes, one at a time when everybody does. A prompt's chunks do not wait for each other, only its last has a result.
 """
 
 from __future__ import annotations

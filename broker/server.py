@@ -236,12 +236,11 @@ class BrokerServer:
         message = envelope.message
         match message:
             case Submit():
-                return self.clients.submit(peer, message)
+                self.clients.submit(peer, message)
             case Cancel():
-                return self.clients.cancel(peer, message)
+                self.clients.cancel(peer, message)
             case StateQuery():
                 self._reply(peer, self.view())
-                return None
             case _:
                 self.feed(self._stage_event(peer, envelope.epoch, message))
 
@@ -317,6 +316,8 @@ class BrokerServer:
                         error=failed.error.restore(),
                     )
                 )
+            case other:
+                raise MalformedError(f"{type(other).__name__} is no result.")
 
     def _refuse(self, peer: bytes, error: WireError) -> None:
         """Counts a bad frame; at most one log line a second, so that a peer can't fill the disk."""

@@ -30,7 +30,7 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
     def weight(first: int, end: int) -> int:
         return total[end] - total[first] + (model.head_bytes if end == model.layers else 0)
 
-    # best[k][j]: the smallest possible largest run when bounds[0..j] are covered by k runs, and where the last one began
+    # best[k][j]: the smallest largest run when k runs cover bounds[0..j], and where the last of them began
     best: list[dict[int, tuple[int, int]]] = [{0: (0, -1)}]
     for k in range(1, stages + 1):
         row: dict[int, tuple[int, int]] = {}

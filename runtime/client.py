@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -32,7 +32,6 @@ from potluck.wire.messages import (
     Delta,
     ErrorInfo,
     Finished,
-    Message,
     Refused,
     Rejected,
     StateQuery,
@@ -44,6 +43,7 @@ from potluck.wire.messages import (
 from potluck.wire.sampling import Sampling
 
 T = TypeVar("T")
+_Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
 
 ACCEPT: frozenset[type] = frozenset({Accepted, Delta, Finished, Rejected, StateView, Refused})
 
@@ -66,7 +66,7 @@ class Client:
         self._own_transport = transport is None
         self._transport = transport or ZmqTransport()
         self._dealer = self._transport.dealer(control_endpoint(broker), f"client-{secrets.token_hex(8)}")
-        self._streams: dict[str, asyncio.Queue[Message]] = {}
+        self._streams: dict[str, asyncio.Queue[_Heard]] = {}
         self._views: list[asyncio.Future[StateView]] = []
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
@@ -146,7 +146,7 @@ class Client:
         raise PotluckError("The stream ended without its last message.")
 
     async def _run(self, submit: Submit) -> AsyncGenerator[Accepted | Delta | Finished]:
-        queue: asyncio.Queue[Message] = asyncio.Queue()
+        queue: asyncio.Queue[_Heard] = asyncio.Queue()
         self._streams[submit.request] = queue
         over = False
         try:
@@ -157,19 +157,13 @@ class Client:
                     message = await asyncio.wait_for(queue.get(), self.timeout_s)
                 except TimeoutError:
                     raise self._silence(self.timeout_s) from None
-                match message:
-                    case Rejected():
-                        over = True
-                        raise message.error.restore()
-                    case Refused():
-                        over = True
-                        raise message.error.restore()
-                    case Finished():
-                        over = True
-                        yield message
-                        return
-                    case Accepted() | Delta():
-                        yield message
+                if isinstance(message, Rejected | Refused):
+                    over = True
+                    raise message.error.restore()
+                over = isinstance(message, Finished)
+                yield message
+                if over:
+                    return
         finally:
             del self._streams[submit.request]
             if not over:

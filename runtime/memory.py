@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -99,7 +100,7 @@ class MemoryNetwork:
         way = self._lanes.setdefault((source, target, lane), _Lane())
         for delay in copies:
             self.delivered += 1
-            way.send(delay, lambda: arrive(list(frozen)))
+            way.send(delay, partial(arrive, list(frozen)))
         return len(copies)
 
 
@@ -115,7 +116,10 @@ class _Lane:
         self._last_s = max(loop.time() + delay_s, self._last_s)
         self._coming.append(arrive)
         # Timers of equal times come in any order: each one delivers whatever is first.
-        loop.call_at(self._last_s, lambda: self._coming.popleft()())
+        loop.call_at(self._last_s, self._deliver)
+
+    def _deliver(self) -> None:
+        self._coming.popleft()()
 
 
 class MemoryTransport(Transport):

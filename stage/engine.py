@@ -81,8 +81,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a micro-batch became: `hidden` float32[n, width] for the next stage, or `logits` float32[wants, vocab] at the
-    last stage, one row per wanted result in the spans' order. Valid until the next call of `forward`.
+    """What a micro-batch became: `hidden` float32[n, width] for the next stage, or `logits` float32[wants, vocab] at
+    the last stage, one row per wanted result in the spans' order. Valid until the next call of `forward`.
     """
 
     hidden: FloatRows | None = None

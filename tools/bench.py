@@ -1,8 +1,8 @@
 """`potluck bench throughput`: real processes, each stage on a core of its own, several sequences at once.
 
 Prompts are random tokens, answers run to their full length. The decode figures are of the time in which every sequence
-decodes: from the last first token to the first last token. Busy is compute / (compute + wait) of a stage's own clock over
-that time; rates of different commands compare only within one run on one machine.
+decodes: from the last first token to the first last token. Busy is compute / (compute + wait) of a stage's own clock
+over that time; rates of different commands compare only within one run on one machine.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ async def run_throughput(
         local_cluster(model, len(cores), *options, cpus=cores) as cluster,
         Client(cluster.address) as client,
     ):
-        async for view in cluster.wait_ready(client):
-            pass
+        view = [view async for view in cluster.wait_ready(client)][-1]
         layers = {stage.device: (stage.first or 0, (stage.end or 1) - 1) for stage in view.stages}
         await _Round(
             client, _prompts(chance, 2, prompt_tokens, facts.vocab), 4

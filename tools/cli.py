@@ -1,12 +1,11 @@
-"""`potluck`: the command line. Each command's work is in a file of its own; this one reads options and reports errors."""
+"""`potluck`: the command line. Each command's work is in a file of its own; this one reads options."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, cast
 
 import click
 import msgspec
@@ -16,8 +15,6 @@ from potluck.runtime.client import Client
 from potluck.runtime.loop import run
 from potluck.wire.errors import PotluckError, UsageError
 from potluck.wire.sampling import Sampling
-
-T = TypeVar("T")
 
 
 class _Group(click.Group):
@@ -161,7 +158,8 @@ def verify(model: Path, stages: int, cuts: str | None, activation: str, exact: b
     """Run MODEL whole and split, and compare logits and tokens."""
     from potluck.tools.verify import run_verify
 
-    report = run_verify(model, stages, cuts=_cuts(cuts), activation=activation, exact=exact)
+    codec = cast(Literal["f32", "f16"], activation)
+    report = run_verify(model, stages, cuts=_cuts(cuts), activation=codec, exact=exact)
     click.echo(report.to_json() if as_json else report.to_text())
     sys.exit(0 if report.passed else 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import time
 from importlib import metadata
 from pathlib import Path
@@ -45,7 +45,8 @@ async def demo(console: Console, model: Path, prompt: str, max_tokens: int) -> N
     console.print(
         f"[bold]Potluck[/bold]: one model over {len(STAGES)} stages, here as processes on this machine."
     )
-    console.print(f"Model   {model.stem}, {model.stat().st_size / 1e6:.0f} MB", highlight=False)
+    size = await asyncio.to_thread(model.stat)
+    console.print(f"Model   {model.stem}, {size.st_size / 1e6:.0f} MB", highlight=False)
     options = ("--heartbeat", str(BEAT_S), "--misses", "25", "--context", "1024", "--slots", "4")
     async with (
         local_cluster(model, len(STAGES), *options, names=STAGES) as cluster,
@@ -72,16 +73,14 @@ async def demo(console: Console, model: Path, prompt: str, max_tokens: int) -> N
         console.print("\nPer stage, averages of a micro-batch:", highlight=False)
         console.print(stage_table(view))
         console.print(
-            f"\nOne user on one machine is faster without a chain: this shows the parts, all on {os.cpu_count()} cores.\n"
-            "Over your own machines: README.md, \"Two machines\".",
+            "\nOne user on one machine is faster without a chain: this only shows the parts at work.\n"
+            "With your own machines: README.md, Two machines.",
             highlight=False,
-        )  # fmt: skip
+        )
 
 
 async def _after_next_beats(client: Client) -> StateView:
     """The state once every stage's heartbeat has told of the last micro-batch."""
-    import asyncio
-
     for _ in range(50):
         view = await client.state()
         if all(stage.counters.batches >= stage.hops.batches for stage in view.stages):

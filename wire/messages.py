@@ -367,7 +367,7 @@ class StateView(_Body, frozen=True):
 
 
 class Span(_Row, frozen=True):
-    """`tokens` consecutive tokens of one slot, the first at `position`; results are wanted for the last `wants` of them."""
+    """`tokens` consecutive tokens of one slot, the first at `position`; the last `wants` of them each want a result."""
 
     slot: Slot
     position: Position
@@ -426,7 +426,7 @@ class MicroBatch(_Body, frozen=True):
 
 
 class BatchDone(_Body, frozen=True):
-    """The micro-batch went down the chain. Array 0: one sampled token per wanted result, int32[k], in the spans' order."""
+    """The micro-batch came out of the chain. Array 0: int32[k], one token per wanted result, in the spans' order."""
 
     batch: Count
     hops: Annotated[tuple[Hop, ...], Meta(max_length=limits.STAGES)] = ()
@@ -513,9 +513,9 @@ def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.i
 
 
 __all__ = [
-    "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities", "ChainId",
-    "ChatMessage", "Delta", "DeviceName", "Envelope", "ErrorInfo", "Finished", "Goodbye", "Heartbeat", "Hop", "Message",
-    "MicroBatch", "ModelRef", "Progress", "Ready", "Refused", "Register", "Rejected", "Release", "RequestId", "SlotId",
-    "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId", "StageView", "StateQuery", "StateView", "Submit",
-    "Timings", "Trim", "Usage", "Welcome", "decode", "encode", "int32_array",
+    "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities",
+    "ChainId", "ChatMessage", "Delta", "DeviceName", "Envelope", "ErrorInfo", "Finished", "Goodbye", "Heartbeat",
+    "Hop", "HopSums", "Message", "MicroBatch", "ModelRef", "Progress", "Ready", "Refused", "Register", "Rejected",
+    "Release", "RequestId", "SlotId", "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId", "StageView",
+    "StateQuery", "StateView", "Submit", "Timings", "Trim", "Usage", "Welcome", "decode", "encode", "int32_array",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ Bias = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Settings of llama.cpp's samplers, in the order in which they apply: bias, penalties, top_k, top_p, min_p, temperature.
+    """Settings of llama.cpp's samplers, which apply in this order: bias, penalties, top_k, top_p, min_p, temperature.
 
     `temperature` 0 takes the likeliest token (greedy). `seed` and a token's position alone decide the draw, so that
     a request replayed elsewhere goes on with the same text.
