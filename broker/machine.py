@@ -126,8 +126,9 @@ class BrokerMachine:
                 effects += self._time_passed(event)
         if self._plan_due_s is not None and now >= self._plan_due_s:
             effects += self._plan(event.cause)
-        effects += self._schedule()
-        return effects
+        batches: list[Effect] = list(self._schedule())
+        # The chain waits for its next micro-batch, so that goes out before anything that people read.
+        return batches + effects if isinstance(event, BatchReturned) else effects + batches
 
     def next_deadline(self) -> float | None:
         """When `handle(TimePassed())` is due, on the clock of `now`; None while nothing is waited for."""

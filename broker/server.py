@@ -83,11 +83,19 @@ class _Link:
     def __init__(self, push: Push) -> None:
         self.push = push
         self.queue: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+        self.waiting = 0
         self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def send(self, frames: list[Buffer]) -> None:
+        """At once if nothing waits before it and there is room, otherwise when there is."""
+        if self.waiting > 0 or not self.push.try_send(frames):
+            self.waiting += 1
+            self.queue.put_nowait(frames)
 
     async def _run(self) -> None:
         while True:
             await self.push.send(await self.queue.get())
+            self.waiting -= 1
 
     def close(self) -> None:
         self.task.cancel()
@@ -204,7 +212,7 @@ class BrokerServer:
                 frames = encode(message, epoch, [np.asarray(tokens, "<i4").tobytes()])
                 link = self._links.get(chain)
                 if link is not None:
-                    link.queue.put_nowait(frames)
+                    link.send(frames)
             case RequestText() | RequestFinished() | RequestFailed() | RequestAccepted():
                 self.gateway.deliver(effect)
             case SendToStage(stage, message, epoch):

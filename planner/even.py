@@ -1,4 +1,7 @@
-"""An even split by bytes: every stage gets as near as can be the same share of the model. Knows nothing of speed.
+"""An even split: every stage gets as near as can be the same share of the model. Knows nothing of any device's speed.
+
+A share is counted in the multiply-adds of one token where they are known, otherwise in bytes. The two agree for layers
+of one kind; a head of another quantization has another share of the bytes than of the time.
 
 The cuts minimise the largest share (exact, by dynamic programming over the allowed cuts); of equal ones the first
 found wins, so the same devices always get the same plan. Pure.
@@ -14,7 +17,7 @@ from potluck.wire.errors import Phase, PlanError
 
 
 def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
-    """Bounds of `stages` runs of layers, first 0 and last `model.layers`, with the smallest largest run in bytes.
+    """Bounds of `stages` runs of layers, first 0 and last `model.layers`, with the smallest largest run.
 
     Raises PlanError when the architecture allows fewer runs than that.
     """
@@ -23,12 +26,14 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
         raise PlanError(
             f"{model.name} can be cut into at most {len(bounds) - 1} stages, not {stages}.", phase=Phase.PLAN
         )
+    known = len(model.layer_work) == model.layers
+    head = model.head_work if known else model.head_bytes
     total = [0]
-    for size in model.layer_bytes:
-        total.append(total[-1] + size)
+    for share in model.layer_work if known else model.layer_bytes:
+        total.append(total[-1] + share)
 
     def weight(first: int, end: int) -> int:
-        return total[end] - total[first] + (model.head_bytes if end == model.layers else 0)
+        return total[end] - total[first] + (head if end == model.layers else 0)
 
     # best[k][j]: the smallest largest run when k runs cover bounds[0..j], and where the last of them began
     best: list[dict[int, tuple[int, int]]] = [{0: (0, -1)}]
@@ -50,7 +55,7 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
 
 
 def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
-    """One chain over all candidates, in the order of their device names, each with an even share of the bytes."""
+    """One chain over all candidates, in the order of their device names, each with an even share."""
     if not candidates:
         raise PlanError(
             "No stage has joined.", hint="Start potluck-stage on at least one device.", phase=Phase.PLAN
@@ -63,9 +68,7 @@ def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
         tuple(StagePlan(c.stage, c.device, a, b) for c, (a, b) in zip(used, pairwise(bounds), strict=True)),
         model.layers,
     )
-    reasons = [
-        f"{len(used)} stage{'s' if len(used) > 1 else ''} share {model.layers} layers evenly by bytes."
-    ]
+    reasons = [f"{len(used)} stage{'s' if len(used) > 1 else ''} share {model.layers} layers evenly."]
     if spare:
         names = ", ".join(c.device for c in spare)
         reasons.append(f"{names} left out: the model can be cut into at most {most} stages.")

@@ -28,6 +28,10 @@ class ModelShape:
     """Read by the first stage, row by row."""
     cuts: frozenset[int]
     """Layers a stage may begin at, besides 0."""
+    layer_work: tuple[int, ...] = ()
+    """Multiply-adds for one token, one entry per layer; empty where only the bytes are known."""
+    head_work: int = 0
+    """Multiply-adds of the head for one token."""
 
 
 @dataclass(frozen=True, slots=True)

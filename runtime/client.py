@@ -24,7 +24,15 @@ import msgspec
 from potluck.runtime.address import control_endpoint
 from potluck.runtime.transport import Transport
 from potluck.runtime.zmq_transport import ZmqTransport
-from potluck.wire.errors import MalformedError, NoBrokerError, PotluckError, WireError
+from potluck.wire.errors import (
+    FrameTooLargeError,
+    InvalidValueError,
+    MalformedError,
+    NoBrokerError,
+    PotluckError,
+    WireError,
+)
+from potluck.wire.frames import Buffer
 from potluck.wire.messages import (
     Accepted,
     Cancel,
@@ -129,8 +137,10 @@ class Client:
             seed_given=seed is not None or (sampling is not None and sampling.seed != 0),
             ignore_eos=ignore_eos,
         )
-        async for event in self._run(submit):
-            yield event
+        frames = _frames(submit)
+        async with aclosing(self._run(name, frames)) as events:
+            async for event in events:
+                yield event
 
     async def complete(self, prompt: str | None = None, **settings: object) -> Answer:
         """The whole answer to one prompt; settings as for `stream`."""
@@ -145,12 +155,12 @@ class Client:
                     return Answer("".join(text), tuple(tokens), event)
         raise PotluckError("The stream ended without its last message.")
 
-    async def _run(self, submit: Submit) -> AsyncGenerator[Accepted | Delta | Finished]:
+    async def _run(self, name: str, frames: Sequence[Buffer]) -> AsyncGenerator[Accepted | Delta | Finished]:
         queue: asyncio.Queue[_Heard] = asyncio.Queue()
-        self._streams[submit.request] = queue
+        self._streams[name] = queue
         over = False
         try:
-            if not self._dealer.send(encode(submit)):
+            if not self._dealer.send(frames):
                 raise self._silence(0.0)
             while True:
                 try:
@@ -165,9 +175,9 @@ class Client:
                 if over:
                     return
         finally:
-            del self._streams[submit.request]
+            del self._streams[name]
             if not over:
-                self._dealer.send(encode(Cancel(submit.request)))
+                self._dealer.send(encode(Cancel(name)))
 
     async def _read(self) -> None:
         while True:
@@ -202,7 +212,34 @@ class Client:
 
 
 def _message(message: ChatMessage | dict[str, str]) -> ChatMessage:
-    return message if isinstance(message, ChatMessage) else ChatMessage(message["role"], message["content"])
+    if isinstance(message, ChatMessage):
+        return message
+    try:
+        return ChatMessage(message["role"], message["content"])
+    except (KeyError, TypeError):
+        raise InvalidValueError("A message needs a role and a content.", param="messages") from None
+
+
+def _frames(submit: Submit) -> list[Buffer]:
+    """The request's frames, checked as the broker would: it can't say which request of a connection a bad frame was.
+
+    Raises InvalidValueError, FrameTooLargeError.
+    """
+    try:
+        frames = encode(submit)
+        decode(frames, frozenset({Submit}))
+    except FrameTooLargeError as error:
+        error.hint = "Shorten the prompt."
+        raise
+    except MalformedError as error:
+        raise InvalidValueError(error.what.removeprefix("Submit: ")) from error
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # text that is not Unicode, a number of over 64 bits
+        raise InvalidValueError(f"The request can't be sent: {error}.") from error
+    return frames
 
 
 class SyncClient:

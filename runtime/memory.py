@@ -1,8 +1,9 @@
 """A network inside one process: the same sockets as over TCP, with faults by script. For tests, and for trying things.
 
 Every host has its own transport. A `Weather` says for each message what becomes of it: how long it takes, whether it is
-lost or doubled. Order between one sender and one receiver is kept, as TCP keeps it, unless the weather reorders.
-Closing a host's transport is its death: nothing it had queued arrives.
+lost or doubled. Order between one sender and one receiver is kept, as TCP keeps it: what is late holds up what follows.
+Closing a host's transport is its death: what it had queued is gone, what was on its way already still arrives, and no
+socket made afterwards works.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -77,6 +80,7 @@ class MemoryNetwork:
 
     def __post_init__(self) -> None:
         self._bound: dict[str, _Bound] = {}
+        self._dealers: dict[_MemoryDealer, None] = {}
         self._ports = count(20_000)
         self._lanes: dict[tuple[str, str, str], _Lane] = {}
 
@@ -139,15 +143,21 @@ class MemoryTransport(Transport):
         where = f"tcp://{host}:{port}"
         if where in self.network._bound:
             raise PortInUseError(f"{where} is taken.", hint="Choose another port.")
-        self.network._bound[where] = socket
+        if not socket.closed:
+            self.network._bound[where] = socket
         return where
 
     def _keep(self, socket: _Socket) -> None:
-        self._sockets.append(socket)
+        if self._closed:
+            socket.closed = True
+        else:
+            self._sockets.append(socket)
 
     def router(self, endpoint: str) -> Router:
         router = _MemoryRouter(self)
         router.endpoint = self._bind(endpoint, router)
+        for dealer in list(self.network._dealers):
+            dealer.flush()
         return router
 
     def pull(self, endpoint: str) -> Pull:
@@ -181,13 +191,16 @@ class _Socket:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.network._bound.pop(self.endpoint, None) if isinstance(self, _Bound) else None
-            if self in self.transport._sockets:
-                self.transport._sockets.remove(self)
+            self.transport._sockets.remove(self)
 
 
 class _Bound(_Socket):
     """Something that can be connected to."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.network._bound.pop(self.endpoint, None)
+        super().close()
 
 
 class _MemoryRouter(_Bound):
@@ -200,9 +213,11 @@ class _MemoryRouter(_Bound):
         return await self.inbox.get()
 
     def arrive(self, dealer: _MemoryDealer, frames: list[Buffer]) -> None:
-        if not self.closed and not dealer.closed:
+        if self.closed:
+            return
+        if not dealer.closed:  # a newer dealer of the same identity takes its place
             self.peers[dealer.identity] = dealer
-            self.inbox.put((dealer.identity, frames))
+        self.inbox.put((dealer.identity, frames))
 
     def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
         dealer = self.peers.get(peer)
@@ -215,6 +230,8 @@ class _MemoryRouter(_Bound):
 
 
 class _MemoryDealer(_Socket):
+    """Keeps what it sends while nothing is bound at its endpoint, as a ZeroMQ dealer that reconnects does."""
+
     QUEUE = 1000
 
     def __init__(self, transport: MemoryTransport, endpoint: str, identity: bytes) -> None:
@@ -222,6 +239,9 @@ class _MemoryDealer(_Socket):
         self.endpoint = endpoint
         self.identity = identity
         self.inbox: _Inbox[list[Buffer]] = _Inbox()
+        self._queue: deque[list[Buffer]] = deque()
+        if not self.closed:
+            self.network._dealers[self] = None
 
     async def recv(self) -> list[Buffer]:
         return await self.inbox.get()
@@ -231,18 +251,30 @@ class _MemoryDealer(_Socket):
             self.inbox.put(frames)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        if self.closed:
+        if self.closed or len(self._queue) >= self.QUEUE:
             return False
+        self._queue.append(_freeze(frames))
+        self.flush()
+        return True
+
+    def flush(self) -> None:
+        """What is queued goes out, if there is a router."""
         router = self.network._bound.get(self.endpoint)
-        if isinstance(router, _MemoryRouter):
+        if not isinstance(router, _MemoryRouter):
+            return
+        while self._queue:
             self.network.carry(
                 self.transport.name,
                 router.transport.name,
                 f"{self.identity!r}>{self.endpoint}",
-                frames,
+                self._queue.popleft(),
                 lambda arrived: router.arrive(self, arrived),
             )
-        return True
+
+    def close(self) -> None:
+        self._queue.clear()
+        self.network._dealers.pop(self, None)
+        super().close()
 
 
 class _MemoryPull(_Bound):
@@ -277,30 +309,31 @@ class _MemoryPush(_Socket):
         super().__init__(transport)
         self.endpoint = endpoint
 
+    def try_send(self, frames: Sequence[Buffer]) -> bool:
+        pull = self.network._bound.get(self.endpoint)
+        if (
+            self.closed
+            or not isinstance(pull, _MemoryPull)
+            or pull.full
+            or not self.network.weather.connected(self.transport.name, pull.transport.name)
+        ):
+            return False
+        lane = f"{id(self)}>{self.endpoint}"
+        pull.coming += self.network.carry(self.transport.name, pull.transport.name, lane, frames, pull.arrive)
+        return True
+
     async def send(self, frames: Sequence[Buffer]) -> None:
-        while not self.closed:
+        while not self.try_send(frames):
+            if self.closed:
+                break
             pull = self.network._bound.get(self.endpoint)
-            if (
-                isinstance(pull, _MemoryPull)
-                and not pull.full
-                and self.network.weather.connected(self.transport.name, pull.transport.name)
-            ):
-                copies = self.network.carry(
-                    self.transport.name,
-                    pull.transport.name,
-                    f"{id(self)}>{self.endpoint}",
-                    frames,
-                    pull.arrive,
-                )
-                pull.coming += copies
-                return
             if isinstance(pull, _MemoryPull) and pull.full:
                 pull.room.clear()
-                waiter = asyncio.ensure_future(pull.room.wait())
-                await asyncio.wait([waiter], timeout=self.RETRY_S)
-                waiter.cancel()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(pull.room.wait(), self.RETRY_S)
             else:
                 await asyncio.sleep(self.RETRY_S)
-        await (
-            asyncio.get_running_loop().create_future()
-        )  # closed: the frames go nowhere, as over a dead connection
+        else:
+            return
+        # Closed: the frames go nowhere, as over a dead connection.
+        await asyncio.get_running_loop().create_future()

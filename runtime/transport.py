@@ -53,6 +53,9 @@ class Pull(Socket, Protocol):
 class Push(Socket, Protocol):
     """Connected to one puller; queues at most a few messages, and only while the connection stands."""
 
+    def try_send(self, frames: Sequence[Buffer]) -> bool:
+        """Queues frames if that needs no waiting; False otherwise."""
+
     async def send(self, frames: Sequence[Buffer]) -> None:
         """Waits until the frames are queued. Put a deadline around it: a dead peer never takes them."""
 

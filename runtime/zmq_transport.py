@@ -20,6 +20,8 @@ from potluck.wire.errors import PortInUseError, SettingsError
 from potluck.wire.frames import Buffer
 
 COPY_BELOW = 1 << 15
+# As plain numbers: these run for every message, and arithmetic on enumerations is slow.
+_IN, _OUT, _NOBLOCK, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK), int(zmq.EVENTS)
 DATA_QUEUE = 4
 """Micro-batches that one data connection queues on each side."""
 CONTROL_QUEUE = 10_000
@@ -59,10 +61,10 @@ class _Socket:
         self._again = False
         if self.socket.closed:
             return
-        events = cast(int, self.socket.getsockopt(zmq.EVENTS))
-        if events & zmq.POLLIN and self._reader is not None and not self._reader.done():
+        events = cast(int, self.socket.get(_EVENTS))
+        if events & _IN and self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-        if events & zmq.POLLOUT and self._writer is not None and not self._writer.done():
+        if events & _OUT and self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
     def _look_soon(self) -> None:
@@ -80,7 +82,7 @@ class _Socket:
         while True:
             for _ in range(self.BURST):
                 try:
-                    self._arrived.append(self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                    self._arrived.append(self.socket.recv_multipart(_NOBLOCK, copy=False))
                 except zmq.Again:
                     break
             if self._writer is not None:
@@ -95,7 +97,7 @@ class _Socket:
 
     def _send(self, frames: Sequence[Buffer]) -> bool:
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, copy_threshold=COPY_BELOW)
+            self.socket.send_multipart(frames, _NOBLOCK, copy=False, copy_threshold=COPY_BELOW)
         except (zmq.Again, zmq.ZMQError) as error:
             if not isinstance(error, zmq.Again) and error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK):
                 raise
@@ -169,6 +171,9 @@ class _ZmqPull(_Socket):
 
 
 class _ZmqPush(_Socket):
+    def try_send(self, frames: Sequence[Buffer]) -> bool:
+        return not self.socket.closed and self._send(frames)
+
     async def send(self, frames: Sequence[Buffer]) -> None:
         while not self._send(frames):
             if self.socket.closed:

@@ -72,6 +72,7 @@ class Holder:
             threads=self._threads,
             exact=assign.exact,
             gpu_layers=self._gpu_layers,
+            tune=True,
         )
         engine = self._make_engine()
         try:

@@ -214,6 +214,9 @@ class StageWorker:
 
     def _tick(self) -> None:
         self._timer = self._timer_due_s = None
+        sent = self._pipeline.take_sent()
+        if sent is not None:
+            self.machine.handle(sent, self._loop.time())  # only counted: the heartbeat that is due tells it
         self.feed(TimePassed(cause="timer"))
 
     def _perform(self, effect: Effect) -> None:

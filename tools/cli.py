@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import click
 import msgspec
 from rich.console import Console
 
 from potluck.runtime.client import Client
-from potluck.runtime.loop import run
+from potluck.runtime.loop import run as run_loop
 from potluck.wire.errors import PotluckError, UsageError
 from potluck.wire.sampling import Sampling
+
+T = TypeVar("T")
 
 
 class _Group(click.Group):
@@ -29,6 +34,31 @@ class _Group(click.Group):
         except (KeyboardInterrupt, asyncio.CancelledError):
             click.echo("Cancelled.", err=True)
             ctx.exit(130)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a command's work. SIGTERM cancels it as Ctrl-C does, so that whatever it started is ended, too."""
+    terminated = False
+
+    async def watched() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(signal.SIGTERM, stop)
+        return await work
+
+    try:
+        return run_loop(watched())
+    except asyncio.CancelledError:
+        if terminated:
+            sys.exit(128 + signal.SIGTERM)
+        raise
 
 
 @click.group(cls=_Group, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
@@ -204,9 +234,11 @@ def throughput(
 def _prompt(given: str | None) -> str:
     if given not in (None, "-"):
         return str(given)
-    if given is None and sys.stdin.isatty():
+    typed = given is None and sys.stdin.isatty()
+    text = "" if typed else sys.stdin.read()
+    if not text:
         raise UsageError("There is no prompt.", hint='Give one: potluck infer --prompt "Hello".')
-    return sys.stdin.read()
+    return text
 
 
 def _numbers(text: str, option: str) -> list[int]:

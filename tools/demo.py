@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
+from potluck.model.facts import read_facts
 from potluck.runtime.client import Client
 from potluck.tools.infer import infer
 from potluck.tools.local import local_cluster
@@ -42,11 +43,13 @@ def demo_model() -> Path:
 async def demo(console: Console, model: Path, prompt: str, max_tokens: int) -> None:
     """Starts everything, streams the answer, prints what it took, ends everything."""
     begin = time.perf_counter()
+    facts = await asyncio.to_thread(
+        read_facts, model
+    )  # says what is wrong with the file before anything starts
     console.print(
         f"[bold]Potluck[/bold]: one model over {len(STAGES)} stages, here as processes on this machine."
     )
-    size = await asyncio.to_thread(model.stat)
-    console.print(f"Model   {model.stem}, {size.st_size / 1e6:.0f} MB", highlight=False)
+    console.print(f"Model   {model.stem}, {facts.file_bytes / 1e6:.0f} MB", highlight=False)
     options = ("--heartbeat", str(BEAT_S), "--misses", "25", "--context", "1024", "--slots", "4")
     async with (
         local_cluster(model, len(STAGES), *options, names=STAGES) as cluster,

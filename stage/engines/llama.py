@@ -8,7 +8,9 @@ that. Which rows share a call is decided in `llama_calls`, how things are loaded
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from potluck.stage.engines.llama_batch import CallArrays, Filled
 from potluck.stage.engines.llama_callback import HiddenTap
 from potluck.stage.engines.llama_calls import Limits, Piece, in_order, plan_calls
 from potluck.stage.engines.llama_lib import Library, buffer_bytes, library, prepare_process
+from potluck.stage.engines.llama_rows import best_sizes, time_rows
 from potluck.stage.engines.llama_sampler import LlamaSampler
 from potluck.stage.engines.slots import SlotTable
 from potluck.wire.errors import EngineError, OutOfMemoryError, Phase, PotluckError
@@ -125,6 +128,8 @@ class _Slice:
             self.vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)) if spec.is_last else 0
             self._logits: FloatRows = np.empty((spec.slots if spec.is_last else 0, self.vocab), np.float32)
             self._warm_up()
+            if spec.tune:
+                self._tune()
             sizes = buffer_bytes(lines)
         self.loaded = Loaded(
             width=self.width,
@@ -157,6 +162,22 @@ class _Slice:
             np.zeros(1, np.int32) if self._takes_tokens else np.zeros((1, self.width), np.float32)
         )
         self._run([[Piece(0, 0, 0, 1, int(self.spec.is_last))]], values, np.zeros(1, np.intp))
+        self._api.llama_memory_clear(self._memory, True)
+
+    def _tune(self) -> None:
+        """Finds the runs in which decode rows are fastest here, and empties the cache again."""
+
+        def call(rows: int) -> None:
+            pieces = [Piece(slot, slot, 0, 1, int(self.spec.is_last)) for slot in range(rows)]
+            values: FloatRows | Tokens = (
+                np.zeros(rows, np.int32) if self._takes_tokens else np.zeros((rows, self.width), np.float32)
+            )
+            self._run([pieces], values, np.arange(rows))
+            self._api.llama_memory_clear(self._memory, False)
+
+        times = time_rows(call, min(self.spec.slots, self.limits.together_rows), time.perf_counter)
+        sizes = best_sizes(times, min(self.spec.slots, self.limits.together_rows))
+        self.limits = replace(self.limits, decode_sizes=sizes)
         self._api.llama_memory_clear(self._memory, True)
 
     # ---- computing

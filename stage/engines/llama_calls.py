@@ -2,8 +2,8 @@
 
 With a KV stream per sequence, llama.cpp computes sequences together only if their ids are neighbours, ascend, and have
 equally many tokens; anything else it splits and reorders. So spans are sorted by length and slot, and runs of
-neighbours share a call. The calls depend on the spans and the limits alone: every stage of a chain makes the same ones,
-which keeps a chain equal to the whole model to the last bit.
+neighbours share a call. The calls depend on the spans and the limits alone: with the same limits every stage makes the
+same calls, which keeps a chain equal to the whole model to the last bit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Limits:
     together_rows: int
     slot_rows: int
     wants: int
+    decode_sizes: tuple[int, ...] = ()
+    """For n rows of one token each that are left of a run, how many the next call takes; () keeps runs together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,21 @@ def plan_calls(spans: Sequence[Span], limits: Limits) -> list[list[Piece]]:
             calls[-1].append(piece)
         else:
             calls.append([piece])
-    return calls
+    return (
+        [part for call in calls for part in _cut(call, limits.decode_sizes)] if limits.decode_sizes else calls
+    )
+
+
+def _cut(call: list[Piece], sizes: tuple[int, ...]) -> Iterator[list[Piece]]:
+    """A run of decode rows in the sizes that are fastest; anything else as it is."""
+    if call[0].tokens > 1:
+        yield call
+        return
+    left = call
+    while left:
+        size = sizes[min(len(left), len(sizes) - 1)]
+        yield left[:size]
+        left = left[size:]
 
 
 def _pieces(spans: Sequence[Span], limits: Limits) -> Iterator[Piece]:

@@ -1,0 +1,478 @@
+"""A household in one process on virtual time: the real broker, REST app, stages and clients, each on its own host.
+
+Only the engine, the prompts' codec and the network are not the real ones. After every event that a core handles, its
+invariants are checked; `House.close` checks that nothing was left behind. A story is a coroutine over a `House`, run
+by `in_house`, which ends it at a deadline of virtual time: nothing can hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+
+from potluck.broker.config import BrokerConfig
+from potluck.broker.effects import Effect, RequestFailed, RequestFinished
+from potluck.broker.events import BrokerEvent
+from potluck.broker.machine import BrokerMachine
+from potluck.broker.rest import make_app
+from potluck.broker.server import BrokerServer
+from potluck.planner.even import plan_even
+from potluck.planner.plan import ModelShape
+from potluck.runtime.client import Client
+from potluck.runtime.memory import MemoryNetwork, MemoryTransport
+from potluck.stage.compute import InlineLane
+from potluck.stage.engines.fake import FakeEngine, fake_continuation
+from potluck.stage.engines.fake_model import VOCAB, WIDTH
+from potluck.stage.engines.fake_vocabulary import FakeVocabulary
+from potluck.stage.events import StageEvent, Welcomed
+from potluck.stage.settings import StageSettings
+from potluck.stage.state import StageStatus
+from potluck.stage.worker import StageWorker
+from potluck.wire.ids import RequestId, StageId
+from potluck.wire.messages import Assign, ChatMessage, ModelRef
+from potluck.wire.sampling import GREEDY, Sampling
+from sim.weather import HOST, Forecast, HostsLoop
+
+T = TypeVar("T")
+
+LAYERS = 12
+MODEL = ModelRef("toy", "fp-toy", LAYERS, WIDTH, "fake")
+SHAPE = ModelShape("toy", LAYERS, WIDTH, (100,) * LAYERS, 0, 50, frozenset(range(1, LAYERS)))
+CONFIG = BrokerConfig(
+    heartbeat_s=0.5,
+    misses=3,
+    slots=8,
+    context_tokens=64,
+    chunk_tokens=16,
+    settle_s=0.2,
+    load_timeout_s=10.0,
+    batch_timeout_s=5.0,
+    wait_limit_s=20.0,
+)
+BROKER = "broker"
+CONTROL, RESULTS = "tcp://broker:7946", "tcp://broker:7947"
+
+
+class HouseCodec(FakeVocabulary):
+    """Prompts for the fake model; a chat is its lines."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode_chat(self, messages: tuple[ChatMessage, ...]) -> list[int]:
+        return self.encode("".join(f"{message.role}: {message.content}\n" for message in messages))
+
+
+CODEC = HouseCodec(VOCAB)
+
+
+def undisturbed(prompt: tuple[int, ...], n: int, sampling: Sampling = GREEDY) -> list[int]:
+    """The tokens that must come out, whatever happens on the way."""
+    return fake_continuation(prompt, n, LAYERS, sampling=sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a stage's device takes, in seconds of virtual time."""
+
+    batch_s: float = 0.0
+    token_layer_s: float = 0.0
+    load_s: float = 0.0
+
+
+class WatchedStage(StageWorker):
+    """A stage whose core is checked after every event."""
+
+    house: House
+    load_s = 0.0
+
+    def feed(self, event: StageEvent) -> None:
+        epoch = self.machine.state.epoch
+        super().feed(event)
+        with self.house.noticing():
+            self.machine.validate()
+            assert self.machine.state.epoch >= epoch or isinstance(event, Welcomed), "an epoch went back"
+        self.house.stir()
+
+    def _load(self, number: int, assign: Assign) -> None:
+        self._loop.call_later(self.load_s, super()._load, number, assign)
+
+
+class WatchedBroker(BrokerServer):
+    """A broker whose core is checked after every event, and which knows how each request ended."""
+
+    house: House
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self.ends: dict[RequestId, RequestFinished | RequestFailed] = {}
+        super().__init__(*args, **more)
+
+    def feed(self, event: BrokerEvent) -> None:
+        epoch = self.machine.state.epoch
+        with self.house.noticing():
+            super().feed(event)
+            self.machine.validate()
+            assert self.machine.state.epoch >= epoch, "an epoch went back"
+        self.house.stir()
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, RequestFinished | RequestFailed):
+            with self.house.noticing():
+                assert effect.request not in self.ends, f"{effect.request} ended twice"
+            self.ends[effect.request] = effect
+        super()._perform(effect)
+
+
+@dataclass
+class Call:
+    """One HTTP request to the broker's app, made by hand: the client sees every send, and can hang up."""
+
+    path: str
+    body: dict[str, Any]
+    begun_s: float
+    hang_up_after: int | None = None
+    """Hangs up when this many frames of the answer have come."""
+    status: int = 0
+    chunks: list[bytes] = field(default_factory=list)
+    ended_s: float | None = None
+    hung_up: bool = False
+    starts: int = 0
+    ends: int = 0
+    task: asyncio.Task[None] = field(init=False)
+    _inbox: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
+
+    def start(self, app: FastAPI, loop: asyncio.AbstractEventLoop, context: Context) -> None:
+        raw = json.dumps(self.body).encode()
+        self._inbox.put_nowait({"type": "http.request", "body": raw, "more_body": False})
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+            "method": "POST", "headers": [], "scheme": "http", "path": self.path, "query_string": b"",
+            "raw_path": self.path.encode(), "server": ("broker", 80), "client": ("sofa", 1), "root_path": "",
+        }  # fmt: skip
+        self.task = loop.create_task(app(scope, self._inbox.get, self._send), context=context)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.starts += 1
+            self.status = message["status"]
+            return
+        self.chunks.append(message["body"])
+        if not message.get("more_body"):
+            self.ends += 1
+            self.ended_s = asyncio.get_running_loop().time()
+        if len(self.chunks) == self.hang_up_after:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """The client is gone. Does nothing once the answer is whole."""
+        if not self.ends and not self.hung_up:
+            self.hung_up = True
+            self._inbox.put_nowait({"type": "http.disconnect"})
+
+    def frames(self) -> list[Any]:
+        """The events of a stream; fails unless each chunk is one whole event."""
+        said = []
+        for chunk in self.chunks:
+            if chunk:
+                assert chunk.startswith(b"data: "), chunk
+                assert chunk.endswith(b"\n\n"), chunk
+                text = chunk[6:-2]
+                said.append("[DONE]" if text == b"[DONE]" else json.loads(text))
+        return said
+
+    def json(self) -> Any:
+        """The whole answer."""
+        return json.loads(b"".join(self.chunks))
+
+
+class House:
+    """The broker and whoever else there is. Stages run until they are killed, leave, or the house closes."""
+
+    def __init__(self, config: BrokerConfig = CONFIG, weather: Forecast | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, HostsLoop)
+        self.loop = loop
+        self.config = config
+        self.weather = weather or Forecast()
+        self.network = MemoryNetwork(self.weather)
+        self.workers: dict[str, WatchedStage] = {}
+        self.log: list[str] = []
+        self.faults: list[BaseException] = []
+        self.server: WatchedBroker
+        self.app: FastAPI
+        self._hosts: dict[str, tuple[MemoryTransport, Context]] = {}
+        self._runs: dict[str, asyncio.Task[int]] = {}
+        self._clients: list[Client] = []
+        self._stirred = asyncio.Event()
+        self._starts = itertools.count(1)
+        self._ids = itertools.count(1)
+        self._seeds = itertools.count(1000)
+        loop.set_exception_handler(self._on_loop_error)
+        self.start_broker()
+
+    # ---- the broker
+
+    def start_broker(self) -> None:
+        """A broker with no memory of any former one, at the same endpoints."""
+        transport, context = self._host(BROKER)
+        machine = BrokerMachine(self.config, MODEL, SHAPE, CODEC, plan_even, lambda stage: RESULTS, "sim")
+        self.server = context.run(
+            lambda: WatchedBroker(
+                transport,
+                machine,
+                CODEC,
+                control=CONTROL,
+                results=RESULTS,
+                random_seed=lambda: next(self._seeds),
+            )
+        )
+        self.server.house = self
+        context.run(self.server.start)
+        self.app = make_app(
+            self.server.gateway,
+            new_id=lambda: f"id{next(self._ids)}",
+            clock=lambda: 1_700_000_000 + self.now,
+        )
+        self.tell("the broker starts")
+
+    @property
+    def core(self) -> BrokerMachine:
+        return self.server.machine
+
+    # ---- stages
+
+    def add_stage(self, name: str, cost: Cost = Cost()) -> WatchedStage:
+        """A stage worker on a host of its own; one that was there before is started anew."""
+        transport, context = self._host(name)
+        worker = WatchedStage(
+            transport,
+            CONTROL,
+            StageSettings(name, {MODEL.fingerprint: None}, engine="fake", listen_address="*"),
+            lane=InlineLane,
+            engine=lambda: FakeEngine(cost.token_layer_s, cost.batch_s),
+            stage_id=f"{name}/{next(self._starts)}",
+        )
+        worker.house, worker.load_s = self, cost.load_s
+        self.workers[name] = worker
+        self._runs[name] = self.loop.create_task(worker.run(), context=context)
+        self.tell(f"{name} starts ({cost})")
+        return worker
+
+    async def serving(self, *names: str, cost: Cost = Cost()) -> None:
+        """Adds the stages and waits until one chain of all of them serves."""
+        for name in names:
+            self.add_stage(name, cost)
+        await self.until(lambda: self.chain == sorted(names))
+
+    @property
+    def chain(self) -> list[str]:
+        """The hosts of the open chain, in order; empty if none is open."""
+        for chain in self.core.state.chains.values():
+            if chain.open:
+                return [name.partition("/")[0] for name in chain.stages]
+        return []
+
+    @property
+    def living(self) -> list[str]:
+        """Stages that were neither killed nor left."""
+        return sorted(self.workers)
+
+    def stage_id(self, name: str) -> StageId:
+        return StageId(self.workers[name].stage_id)
+
+    async def leave(self, name: str) -> None:
+        """The stage says goodbye and ends."""
+        self.tell(f"{name} leaves")
+        worker = self.workers.pop(name)
+        await worker.stop("it leaves")
+        assert await self._runs.pop(name) == 0
+
+    # ---- faults
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL: nobody says goodbye, nothing that was queued goes out. For stages, clients and the broker."""
+        self.tell(f"{name} is killed")
+        transport, _ = self._hosts.pop(name)
+        transport.close()
+        self.workers.pop(name, None)
+        self._runs.pop(name, None)
+        await self.loop.end(name)
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP."""
+        self.tell(f"{name} is frozen")
+        self.loop.freeze(name)
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT."""
+        self.tell(f"{name} goes on")
+        self.loop.thaw(name)
+
+    def partition(self, one: str, other: str) -> None:
+        self.tell(f"nothing passes between {one} and {other}")
+        self.weather.cut(one, other)
+
+    def heal(self, one: str, other: str) -> None:
+        self.tell(f"{one} and {other} reach each other again")
+        self.weather.heal(one, other)
+
+    # ---- clients
+
+    def client(self, name: str = "guest") -> Client:
+        """A zmq client on a host of its own."""
+        transport, context = self._host(name)
+        client = context.run(lambda: Client(CONTROL, transport=transport))
+        self._clients.append(client)
+        return client
+
+    def call(self, path: str, body: dict[str, Any], hang_up_after: int | None = None) -> Call:
+        """One HTTP request; its answer comes while the house goes on."""
+        call = Call(path, body, self.now, hang_up_after)
+        call.start(self.app, self.loop, self._hosts[BROKER][1].copy())
+        return call
+
+    # ---- time
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 120.0) -> None:
+        """Waits for the events of the broker and the stages until the condition holds."""
+        async with asyncio.timeout(within_s):
+            while not condition():
+                self.check()
+                self._stirred.clear()
+                await self._stirred.wait()
+
+    async def quiet(self) -> None:
+        """Waits until no micro-batch is on its way."""
+        await self.until(lambda: not any(chain.in_flight for chain in self.core.state.chains.values()))
+
+    async def close(self) -> None:
+        """Ends everybody, and checks that nothing was left: no request, ticket, slot, micro-batch or task."""
+        self.tell("the house closes")
+        await self.quiet()
+        state, server = self.core.state, self.server
+        with self.noticing():
+            assert not state.requests, f"requests are left: {list(state.requests)}"
+            assert not state.waiting
+            for chain in state.chains.values():
+                assert set(chain.slots) == {None}, f"slots are taken: {chain.slots}"
+            assert not server.gateway._tickets, "tickets are left"
+            assert not server.clients._tickets, "tickets of zmq clients are left"
+            assert not server.clients._tasks, "streams of zmq clients are left"
+        for client in self._clients:
+            await client.close()
+        for name in self.living:
+            self.loop.thaw(name)
+            await self.leave(name)
+        await server.close()
+        for name in list(self._hosts):
+            self._hosts.pop(name)[0].close()
+        await asyncio.sleep(1.0)  # what is still on its way arrives nowhere
+        with self.noticing():
+            for sockets in (self.network._bound, self.network._dealers):
+                assert not sockets, f"sockets are left: {sockets}"
+        self.check()
+
+    # ---- what goes wrong
+
+    def tell(self, text: str) -> None:
+        """One line for whoever has to understand a failure."""
+        self.log.append(f"{self.now:9.3f}  {text}")
+
+    def noticing(self) -> _Noticing:
+        """Keeps what fails inside, wherever it would get lost, for `check`."""
+        return _Noticing(self)
+
+    def check(self) -> None:
+        """Raises the first thing that went wrong."""
+        if self.faults:
+            raise self.faults[0]
+
+    def stir(self) -> None:
+        """Something happened."""
+        self._stirred.set()
+
+    def report(self) -> str:
+        """What happened, in order."""
+        story = [str(line) for line in self.core.story][-200:]
+        weather = self.weather.log[-50:]
+        return "\n".join(
+            ["", "-- the script", *self.log, "-- the weather", *weather, "-- the broker's story", *story]
+        )
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.faults.append(context.get("exception") or AssertionError(context["message"]))
+        self.stir()
+
+    def _host(self, name: str) -> tuple[MemoryTransport, Context]:
+        """A new process on that host: its transport, and the context that marks what it starts as its own."""
+        context = copy_context()
+        context.run(HOST.set, name)
+        self._hosts[name] = (self.network.host(name), context)
+        return self._hosts[name]
+
+
+class _Noticing:
+    """See `House.noticing`."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, AssertionError):
+            self._house.faults.append(error)
+            self._house.stir()
+
+
+def serves(worker: StageWorker) -> bool:
+    return worker.machine.state.status is StageStatus.SERVING
+
+
+def in_house(
+    story: Callable[[House], Awaitable[T]],
+    *,
+    config: BrokerConfig = CONFIG,
+    weather: Forecast | None = None,
+    within_s: float = 600.0,
+) -> T:
+    """Runs a story in a new house to its end, and fails if that is not reached within this much virtual time."""
+
+    async def run() -> T:
+        house = House(config, weather)
+        try:
+            async with asyncio.timeout(within_s):
+                result = await story(house)
+                await house.close()
+        except BaseException as error:
+            error.add_note(house.report())
+            for fault in house.faults:
+                if fault is not error:
+                    raise fault from error
+            raise
+        finally:
+            house.loop.thaw_all()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks are left: {left}"
+        return result
+
+    with asyncio.Runner(loop_factory=HostsLoop) as runner:
+        return runner.run(run())
+
+
+__all__ = [
+    "BROKER", "CODEC", "CONFIG", "LAYERS", "MODEL", "Call", "Coroutine", "Cost", "House", "in_house", "serves",
+    "undisturbed",
+]  # fmt: skip
