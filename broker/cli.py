@@ -171,7 +171,7 @@ async def serve(
             random_seed=lambda: secrets.randbits(32),
         )
         real_results_port = int(server.results_endpoint.rpartition(":")[2])
-        machine.results_endpoint = lambda stage: endpoint("0.0.0.0", real_results_port)
+        machine.core.results_endpoint = lambda stage: endpoint("0.0.0.0", real_results_port)
         server.start()
         log.info(
             "Model %s: %s, %d layers, %.1f GB.",

@@ -27,7 +27,7 @@ class ZmqClients:
         self._gateway = gateway
         self._reply = reply
         self._tickets: dict[tuple[bytes, str], Ticket] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[tuple[bytes, str], asyncio.Task[None]] = {}
 
     def submit(self, peer: bytes, submit: Submit) -> None:
         """Starts a request and streams it back until it ends."""
@@ -41,14 +41,20 @@ class ZmqClients:
         self._tickets[key] = ticket
         self._reply(peer, Accepted(submit.request, self._gateway.model, ticket.prompt_tokens))
         task = asyncio.get_running_loop().create_task(self._stream(key, ticket))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[key] = task
+        task.add_done_callback(lambda ended: self._forget(key, ended))
 
     def cancel(self, peer: bytes, cancel: Cancel) -> None:
         """Ends a request that its client no longer wants."""
-        ticket = self._tickets.get((peer, cancel.request))
-        if ticket is not None:
-            ticket.cancel()
+        key = (peer, cancel.request)
+        if key in self._tickets:
+            self._tickets.pop(key).cancel()
+            self._tasks[key].cancel()  # a ticket that is cancelled has no more events, not even a last one
+
+    def _forget(self, key: tuple[bytes, str], ended: asyncio.Task[None]) -> None:
+        if self._tasks.get(key) is ended:
+            del self._tasks[key]
+            self._tickets.pop(key, None)
 
     async def _stream(self, key: tuple[bytes, str], ticket: Ticket) -> None:
         peer, name = key
@@ -64,11 +70,10 @@ class ZmqClients:
                         return
         except PotluckError as error:
             self._reply(peer, Rejected(name, ErrorInfo.of(error)))
-        finally:
-            self._tickets.pop(key, None)
 
     async def close(self) -> None:
         """Ends every stream."""
-        for task in list(self._tasks):
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

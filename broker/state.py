@@ -46,6 +46,8 @@ class Stage:
     error: PotluckError | None = None
     breaks: int = 0
     """Micro-batches in a row that broke on it."""
+    suspect: bool = False
+    """Whether a micro-batch got stuck at it: others are preferred until it joins anew."""
 
 
 @dataclass(slots=True)
@@ -118,6 +120,8 @@ class Chain:
     ready: set[StageId] = field(default_factory=set)
     open: bool = False
     in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
+    returned: int = 0
+    """Micro-batches that came out of it."""
 
     @property
     def stages(self) -> tuple[StageId, ...]:

@@ -16,6 +16,7 @@ import zmq.asyncio
 from acceptance.cluster_world import DEADLINE_S, FAST, World, idle, world
 from potluck.runtime.client import Client
 from potluck.wire import limits
+from potluck.wire.errors import Phase
 from potluck.wire.frames import pack_body, pack_header
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
@@ -42,7 +43,6 @@ from potluck.wire.messages import (
     decode,
     encode,
 )
-from potluck.wire.errors import Phase
 from potluck.wire.sampling import GREEDY
 from tiny_models import write_tiny
 
@@ -118,11 +118,13 @@ class Raw:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.context.destroy(linger=0)
+        for made in self.sockets:
+            made.close(0)
+        self.context.term()
 
     def connect(self, kind: int, endpoint: str, identity: bytes = b"") -> zmq.asyncio.Socket:
         made = self.context.socket(kind)
-        made.setsockopt(zmq.LINGER, 0)
+        self.sockets.append(made)
         if identity:
             made.setsockopt(zmq.IDENTITY, identity)
         made.connect(endpoint)
@@ -345,5 +347,3 @@ def test_garbage_by_the_thousand_fills_no_log(small: World) -> None:
         assert size() - before < 3000
 
     small.run(scenario())
-
-

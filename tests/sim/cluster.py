@@ -35,7 +35,7 @@ from potluck.stage.events import StageEvent, Welcomed
 from potluck.stage.settings import StageSettings
 from potluck.stage.state import StageStatus
 from potluck.stage.worker import StageWorker
-from potluck.wire.ids import RequestId, StageId
+from potluck.wire.ids import Epoch, RequestId, StageId
 from potluck.wire.messages import Assign, ChatMessage, ModelRef
 from potluck.wire.sampling import GREEDY, Sampling
 from sim.weather import HOST, Forecast, HostsLoop
@@ -222,7 +222,16 @@ class House:
     def start_broker(self) -> None:
         """A broker with no memory of any former one, at the same endpoints."""
         transport, context = self._host(BROKER)
-        machine = BrokerMachine(self.config, MODEL, SHAPE, CODEC, plan_even, lambda stage: RESULTS, "sim")
+        machine = BrokerMachine(
+            self.config,
+            MODEL,
+            SHAPE,
+            CODEC,
+            plan_even,
+            lambda stage: RESULTS,
+            "sim",
+            first_epoch=Epoch(1000 * next(self._starts)),
+        )
         self.server = context.run(
             lambda: WatchedBroker(
                 transport,

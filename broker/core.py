@@ -1,0 +1,77 @@
+"""What the parts of the broker's core share: its state, what it was given, and what it waits for. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from potluck.broker.config import BrokerConfig
+from potluck.broker.state import BrokerState, Chain, Stage, StageStatus
+from potluck.model.vocabulary import Vocabulary
+from potluck.planner.plan import ModelShape, Planner
+from potluck.wire.errors import PotluckError
+from potluck.wire.ids import Epoch, StageId
+from potluck.wire.messages import ModelRef
+from potluck.wire.story import Story
+
+
+@dataclass(slots=True)
+class Core:
+    """One broker's core. `now` is the time of the event being handled; due times are on the same clock."""
+
+    config: BrokerConfig
+    model: ModelRef
+    shape: ModelShape
+    vocabulary: Vocabulary
+    planner: Planner
+    results_endpoint: Callable[[StageId], str]
+    version: str
+    state: BrokerState = field(default_factory=BrokerState)
+    story: Story = field(default_factory=Story)
+    now: float = 0.0
+    plan_due_s: float | None = None
+    check_due_s: float | None = None
+    """When somebody could next be lost."""
+    planned_once: bool = False
+    last_error: PotluckError | None = None
+
+    @property
+    def wanted(self) -> int:
+        """Stages needed before planning: as many as asked for at first, afterwards whatever is left."""
+        return 1 if self.planned_once else max(1, self.config.min_stages)
+
+    def usable(self) -> list[Stage]:
+        """Stages that could be assigned something."""
+        return [stage for stage in self.state.stages.values() if stage.status is not StageStatus.FAILED]
+
+    def has_spares(self) -> bool:
+        """Whether a stage has nothing to do."""
+        return any(stage.status is StageStatus.SPARE for stage in self.state.stages.values())
+
+    def ask_for_plan(self, after_s: float) -> None:
+        """A plan is due after `after_s`, counted anew from the last stage that joined."""
+        self.plan_due_s = self.now + after_s
+
+    def chain_of(self, epoch: Epoch, batch: int) -> Chain | None:
+        """The open chain that has this micro-batch in flight; None for anything late, old or unknown."""
+        for chain in self.state.chains.values():
+            if chain.epoch == epoch and batch in chain.in_flight:
+                return chain
+        return None
+
+    def tell(self, subject: str, cause: str, text: str) -> None:
+        """Adds a line to the story."""
+        self.story.tell(self.now, subject, cause, text)
+
+    @property
+    def missing(self) -> str:
+        """Why no chain serves, in words, for a person who waits."""
+        stages = self.state.stages.values()
+        loading = [stage for stage in stages if stage.status is StageStatus.LOADING]
+        if loading:
+            return "Loading: " + ", ".join(f"{s.device} ({s.detail or 'starting'})" for s in loading) + "."
+        usable = len(self.usable())
+        if usable < self.wanted:
+            failed = f" Last error: {self.last_error}" if self.last_error else ""
+            return f"{usable} of at least {self.wanted} stages have joined.{failed}"
+        return "The stages have joined, planning is due."

@@ -1,0 +1,85 @@
+"""What happens because nothing else did: everything that the core waits for has an end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from potluck.broker import liveness, members, plans, recovery, requests, serving
+from potluck.broker.core import Core
+from potluck.broker.effects import (
+    Effect,
+)
+from potluck.broker.events import (
+    BatchBroke,
+    StageBroke,
+    TimePassed,
+)
+from potluck.broker.state import Chain
+from potluck.wire.errors import (
+    Phase,
+    StageError,
+    UnavailableError,
+)
+
+
+def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
+    """Who is lost, which micro-batch and which load is overdue, who has waited too long."""
+    if core.check_due_s is not None and core.now >= core.check_due_s:
+        lost_after = core.config.lost_after_s
+        for name in liveness.silent(core.state.stages.values(), core.now, lost_after):
+            yield from members.remove(core, name, event.cause, f"no sign of life for {lost_after:g} s")
+        members.watch(core)
+    for chain in list(core.state.chains.values()):
+        if chain.in_flight:
+            oldest = next(iter(chain.in_flight.values()))
+            if core.now >= oldest.sent_s + core.config.batch_timeout_s:
+                error = StageError(
+                    f"A micro-batch did not come back within {core.config.batch_timeout_s:g} s.",
+                    hint="A stage hangs or a link between two stages is cut; see potluck ps.",
+                    phase=Phase.SERVE,
+                )
+                yield from serving.batch_broke(
+                    core, BatchBroke(cause=event.cause, epoch=chain.epoch, batch=oldest.batch, error=error)
+                )
+        elif not chain.open and core.now >= plans.load_deadline(core, chain):
+            yield from give_up_loading(core, chain, event.cause)
+    if not core.state.ready:
+        for request in recovery.overdue(core.state, core.now, core.config.wait_limit_s):
+            failure = UnavailableError(
+                f"No chain could take the request within {core.config.wait_limit_s:g} s. {core.missing}",
+                hint="Start more stages, or wait for the lost ones.",
+                phase=Phase.SERVE,
+                retry_after_s=30,
+            )
+            core.tell(request.request, event.cause, "waited too long for a chain")
+            yield requests.fail(core.state, request, failure)
+
+
+def give_up_loading(core: Core, chain: Chain, cause: str) -> Iterator[Effect]:
+    """Leaves out the first stage of a chain that makes no progress."""
+    for name in chain.stages:
+        stage = core.state.stages[name]
+        if name in chain.ready or core.now < stage.last_progress_s + core.config.load_timeout_s:
+            continue
+        error = StageError(
+            f"{stage.device} made no progress while loading for {core.config.load_timeout_s:g} s.",
+            hint="Look at its log; restart potluck-stage there.",
+            device=stage.device, stage=name, phase=Phase.LOAD,
+        )  # fmt: skip
+        yield from members.broke(core, StageBroke(cause=cause, stage=name, epoch=chain.epoch, error=error))
+        return
+
+
+def next_deadline(core: Core) -> float | None:
+    """When TimePassed is due, on the clock of `now`; None while nothing is waited for."""
+    times = [core.plan_due_s, core.check_due_s]
+    for chain in core.state.chains.values():
+        if chain.in_flight:
+            oldest = next(iter(chain.in_flight.values()))
+            times.append(oldest.sent_s + core.config.batch_timeout_s)
+        elif not chain.open:
+            times.append(plans.load_deadline(core, chain))
+    if not core.state.ready and core.state.waiting:
+        first = min(core.state.requests[name].waiting_since_s for name in core.state.waiting)
+        times.append(first + core.config.wait_limit_s)
+    return min((time for time in times if time is not None), default=None)

@@ -1,0 +1,139 @@
+"""Who belongs to the cluster: stages that join, beat, load, fail and leave. Pure.
+
+What their coming and going means for the chains is left to `plans`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from potluck.broker import liveness, plans
+from potluck.broker.core import Core
+from potluck.broker.effects import (
+    Effect,
+    ForgetStage,
+    OpenChain,
+    Report,
+    SendToStage,
+)
+from potluck.broker.events import (
+    StageBeat,
+    StageBroke,
+    StageLoaded,
+    StageProgressed,
+    StageRegistered,
+)
+from potluck.broker.state import Stage, StageStatus
+from potluck.wire.errors import (
+    Phase,
+    PotluckError,
+    StageError,
+    StageLostError,
+)
+from potluck.wire.ids import StageId
+from potluck.wire.messages import (
+    ErrorInfo,
+    Refused,
+    Welcome,
+)
+
+
+def register(core: Core, event: StageRegistered) -> Iterator[Effect]:
+    """Lets a stage in, or refuses it with the reason."""
+    if event.stage in core.state.stages:
+        yield from remove(core, event.stage, event.cause, "registered again", forget=False)
+    if core.model.fingerprint not in event.models:
+        error = PotluckError(
+            f"{event.device} has no copy of {core.model.name} (fingerprint {core.model.fingerprint[:12]}).",
+            hint="Copy the model file to that device and name it with potluck-stage --model PATH.",
+            device=event.device,
+            phase=Phase.JOIN,
+        )
+        core.tell(event.stage, event.cause, "refused: no copy of the model")
+        yield SendToStage(event.stage, Refused(ErrorInfo.of(error)), core.state.epoch)
+        yield Report("warning", str(error))
+        return
+    core.state.stages[event.stage] = Stage(
+        event.stage, event.device, event.endpoint, event.capabilities, last_heard_s=core.now
+    )
+    core.tell(event.stage, event.cause, f"joined from {event.endpoint}")
+    welcome = Welcome(core.version, core.config.heartbeat_s, core.config.misses)
+    yield SendToStage(event.stage, welcome, core.state.epoch)
+    yield Report("info", f"{event.device} joined ({event.endpoint}).")
+    watch(core)
+    core.ask_for_plan(core.config.settle_s)
+
+
+def beat(core: Core, event: StageBeat) -> Iterator[Effect]:
+    """A sign of life; one of a stranger is answered by asking it to register."""
+    stage = core.state.stages.get(event.stage)
+    if stage is None:
+        error = StageError(
+            "This broker does not know the stage.", hint="It has to register again.", phase=Phase.JOIN
+        )
+        yield SendToStage(event.stage, Refused(ErrorInfo.of(error)), core.state.epoch)
+        return
+    stage.last_heard_s = core.now
+    if event.counters is not None and event.epoch == core.state.epoch:
+        stage.counters = event.counters
+
+
+def progressed(core: Core, event: StageProgressed) -> Iterator[Effect]:
+    """A stage is part of the way through getting ready."""
+    yield from beat(core, StageBeat(cause=event.cause, stage=event.stage, epoch=event.epoch))
+    stage = core.state.stages.get(event.stage)
+    if stage is not None and event.epoch == core.state.epoch:
+        stage.last_progress_s, stage.detail = core.now, event.detail
+
+
+def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
+    """A stage is ready; with the last one of a chain, the chain serves."""
+    yield from beat(core, StageBeat(cause=event.cause, stage=event.stage, epoch=event.epoch))
+    stage = core.state.stages.get(event.stage)
+    if stage is None or event.epoch != core.state.epoch or stage.chain is None:
+        return
+    chain = core.state.chains[stage.chain]
+    stage.status, stage.weights_bytes, stage.detail = StageStatus.READY, event.weights_bytes, ""
+    chain.ready.add(stage.stage)
+    core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
+    yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")
+    if chain.ready == set(chain.stages):
+        chain.open = True
+        yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
+        yield Report("info", f"Chain {chain.chain} serves, epoch {chain.epoch}.")
+        if core.has_spares():
+            core.ask_for_plan(core.config.settle_s)
+
+
+def broke(core: Core, event: StageBroke) -> Iterator[Effect]:
+    """A stage can't do what was assigned to it: it is left out until it joins anew."""
+    stage = core.state.stages.get(event.stage)
+    if stage is None or event.epoch != core.state.epoch:
+        return
+    stage.last_heard_s = core.now
+    stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
+    core.last_error = event.error
+    core.tell(event.stage, event.cause, f"failed: {event.error}")
+    yield Report("error", str(event.error))
+    yield from plans.break_chain_of(core, stage, event.cause, f"{stage.device} failed")
+
+
+def remove(core: Core, name: StageId, cause: str, reason: str, *, forget: bool = True) -> Iterator[Effect]:
+    """A stage is gone, and its chain with it."""
+    stage = core.state.stages.get(name)
+    if stage is None:
+        return
+    core.tell(name, cause, f"gone: {reason}")
+    yield from plans.break_chain_of(core, stage, cause, f"{stage.device} is gone ({reason})")
+    del core.state.stages[name]
+    if forget:
+        yield ForgetStage(name)
+    core.last_error = StageLostError(
+        f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
+    )
+    yield Report("warning", f"{stage.device} is gone: {reason}.")
+
+
+def watch(core: Core) -> None:
+    """Sets when somebody could next be lost."""
+    core.check_due_s = liveness.next_check_s(core.state.stages.values(), core.config.lost_after_s)

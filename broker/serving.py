@@ -1,0 +1,168 @@
+"""Requests on their way through the chains: in, out, and when a micro-batch fails. Pure.
+
+Which micro-batches are made is left to `scheduler`, what a token becomes to `requests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from potluck.broker import plans, recovery, requests, scheduler
+from potluck.broker.core import Core
+from potluck.broker.effects import (
+    Effect,
+    Report,
+    RequestAccepted,
+    RequestFailed,
+    SendBatch,
+)
+from potluck.broker.events import (
+    BatchBroke,
+    BatchReturned,
+    RequestCancelled,
+    RequestSubmitted,
+)
+from potluck.broker.state import Chain, StageStatus
+from potluck.wire.errors import (
+    CancelledError,
+    Phase,
+    RequestError,
+    StageError,
+    UnavailableError,
+)
+from potluck.wire.ids import StageId
+from potluck.wire.messages import (
+    Hop,
+    HopSums,
+)
+
+MAX_BREAKS = 3
+"""A stage on which this many micro-batches in a row broke is left out until it joins anew."""
+
+
+def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
+    """Takes a request in, or says why not."""
+    try:
+        requests.check_submission(event, core.state, core.config, core.vocabulary.size)
+        if not core.state.ready:
+            raise UnavailableError(
+                f"No whole chain is ready. {core.missing}",
+                hint="Try again shortly; potluck ps shows the stages.",
+                phase=Phase.SUBMIT,
+                retry_after_s=2,
+            )
+    except (RequestError, UnavailableError) as error:
+        core.tell(event.request, event.cause, f"rejected: {error.what}")
+        yield RequestFailed(event.request, error)
+        return
+    request = requests.new_request(event, core.config, core.now)
+    core.state.requests[request.request] = request
+    core.state.waiting[request.request] = None
+    core.tell(request.request, event.cause, f"accepted with {request.prompt_tokens} prompt tokens")
+    yield RequestAccepted(request.request, request.prompt_tokens)
+
+
+def cancel(core: Core, event: RequestCancelled) -> Iterator[Effect]:
+    """Nobody wants the answer any more."""
+    request = core.state.requests.get(event.request)
+    if request is None:
+        return
+    core.tell(event.request, event.cause, f"cancelled after {request.generated} tokens")
+    yield requests.fail(core.state, request, CancelledError())
+    if core.has_spares():
+        core.ask_for_plan(core.config.settle_s)
+
+
+def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
+    """The results of a micro-batch: a token for each request that was owed one."""
+    chain = core.chain_of(event.epoch, event.batch)
+    if chain is None:
+        return
+    flight = chain.in_flight[event.batch]
+    owed = sum(entry.wants for entry in flight.entries)
+    last = chain.plan.stages[-1]
+    if len(event.tokens) != owed or any(not 0 <= token < core.vocabulary.size for token in event.tokens):
+        error = StageError(
+            f"{last.device} returned {len(event.tokens)} tokens where {owed} were due, or unknown ones.",
+            hint="Check that all devices run the same version of Potluck and hold the same model.",
+            device=last.device, stage=last.stage, phase=Phase.SERVE,
+        )  # fmt: skip
+        yield from batch_broke(
+            core, BatchBroke(cause=event.cause, epoch=event.epoch, batch=event.batch, error=error)
+        )
+        return
+    del chain.in_flight[event.batch]
+    count(core, chain, event.hops)
+    at = 0
+    for entry in flight.entries:
+        if entry.wants == 0:
+            continue
+        token = event.tokens[at]
+        logprobs = event.logprobs[at] if at < len(event.logprobs) else None
+        at += 1
+        request = core.state.requests.get(entry.request)
+        if request is None:
+            continue  # cancelled while the micro-batch was on its way
+        core.state.tokens_out += 1
+        effects, last_token = requests.take_token(request, token, logprobs, core.vocabulary, core.now)
+        yield from effects
+        if last_token:
+            core.tell(entry.request, event.cause, f"finished after {request.generated} tokens")
+            requests.end(core.state, request)
+            if not core.state.requests and core.has_spares():
+                core.ask_for_plan(core.config.settle_s)
+
+
+def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
+    """A micro-batch failed, and its chain with it: the caches of its stages are not known any more."""
+    chain = core.chain_of(event.epoch, event.batch)
+    if chain is None:
+        return
+    flight = chain.in_flight[event.batch]
+    blamed = StageId(event.error.stage or "")
+    core.tell(f"batch {event.batch}", event.cause, f"broke: {event.error}")
+    yield Report("error", str(event.error))
+    core.last_error = event.error
+    stage = core.state.stages.get(blamed)
+    if stage is not None:
+        stage.breaks += 1
+        if stage.breaks >= MAX_BREAKS:
+            stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
+    hit = {entry.request for entry in flight.entries}
+    yield Report("warning", f"Chain {chain.chain} of epoch {chain.epoch} is broken: {event.error.what}")
+    yield from plans.close(core, chain, event.cause, event.error.what)
+    core.ask_for_plan(0.0)
+    for name in sorted(hit):
+        request = core.state.requests.get(name)
+        if request is not None:
+            request.failures += 1
+            if request.failures > recovery.MAX_REPLAYS:
+                yield requests.fail(core.state, request, event.error)
+
+
+def count(core: Core, chain: Chain, hops: tuple[Hop, ...]) -> None:
+    """Adds what the stages spent on a micro-batch to their sums."""
+    for name in chain.stages:
+        core.state.stages[name].breaks = 0
+    for hop in hops:
+        if hop.index < len(chain.stages):
+            stage = core.state.stages[chain.stages[hop.index]]
+            was = stage.hops
+            stage.hops = HopSums(
+                was.batches + 1,
+                was.compute_s + hop.compute_s,
+                was.wait_s + hop.wait_s,
+                was.bytes_in + hop.bytes_in,
+            )
+
+
+def fill_chains(core: Core) -> Iterator[Effect]:
+    """Everything that may enter the chains now."""
+    for chain in core.state.chains.values():
+        if not chain.open:
+            continue
+        for name in scheduler.admit(core.state, chain, core.now):
+            request = core.state.requests[name]
+            core.tell(name, f"chain {chain.chain}", f"slot {request.slot}, {request.rest} tokens to compute")
+        for message, tokens in scheduler.fill(core.state, chain, core.config.chunk_tokens, core.now):
+            yield SendBatch(chain.chain, chain.epoch, message, tokens)
