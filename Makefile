@@ -15,11 +15,11 @@ help:
 	@echo 'make demo     set up, then run a small cluster on this machine and talk to it'
 	@echo 'make test     set up, then run everything: lint, types and all tests'
 	@echo 'make check    lint, types, and the tests that need neither network nor model (under 2 minutes)'
-	@echo 'make bench    measure the throughput of a pipeline against one process'
+	@echo 'make bench    measure tokens per second over two stages, each on its own core'
 	@echo 'make format   let ruff format the code and sort its imports'
 	@echo 'make clean    remove .venv and what builds leave behind (the compiled llama.cpp stays in the cache)'
 	@echo
-	@echo 'PYTHON=, CC=, CXX= and CMAKE_ARGS= (for example -DGGML_CUDA=on) choose what .venv is made with.'
+	@echo 'PYTHON=, CC=, CXX= and CMAKE_ARGS= choose what .venv is made with.'
 
 demo: bootstrap
 	@$(BIN)/potluck demo

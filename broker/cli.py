@@ -31,17 +31,31 @@ from potluck.model.reference import reference
 from potluck.model.verified import is_verified
 from potluck.planner.even import plan_even
 from potluck.planner.shape import shape_of
-from potluck.runtime.address import CONTROL_PORT, REST_PORT, RESULTS_PORT, endpoint, split_address
+from potluck.runtime.address import (
+    CONTROL_PORT,
+    REST_PORT,
+    RESULTS_PORT,
+    endpoint,
+    lan_address,
+    split_address,
+)
+from potluck.runtime.command import Command
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
 from potluck.runtime.zmq_transport import ZmqTransport
-from potluck.wire.errors import PortInUseError, PotluckError
+from potluck.wire.errors import PortInUseError
+from potluck.wire.ids import Epoch
 
 log = logging.getLogger("potluck.broker")
 
+ANY = ("0.0.0.0", "*", "::")
+"""Listening on every address."""
 
-@click.command(context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
+
+@click.command(
+    "potluck-broker", cls=Command, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True}
+)
 @config_option
 @click.option("--model", "-m", required=True, type=click.Path(path_type=Path), help="The model, a GGUF file.")
 @click.option("--alias", help="The name under which clients know the model.  [default: the file's name]")
@@ -52,7 +66,7 @@ log = logging.getLogger("potluck.broker")
 @click.option(
     "--stages", default=1, type=click.IntRange(1, 256), help="Wait for this many stages before planning."
 )
-@click.option("--slots", default=8, type=click.IntRange(1, 1024), help="Sequences served at the same time.")
+@click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences served at the same time.")
 @click.option(
     "--context", default=2048, type=click.IntRange(16), help="Tokens of one sequence, answer included."
 )
@@ -101,27 +115,21 @@ def main(
     Start this on one machine, then potluck-stage on each device, with this machine's address.
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
-    try:
-        facts = read_facts(model)
-        settings = BrokerConfig(
-            heartbeat_s=heartbeat,
-            misses=misses,
-            slots=slots,
-            context_tokens=context,
-            chunk_tokens=chunk,
-            queue_limit=queue,
-            min_stages=stages,
-            activation="f32" if activation == "auto" else activation,
-            exact=exact,
-        )
-        code = run(
-            serve(facts, alias or model.stem, settings, listen_address, port, results_port, http, announce)
-        )
-    except PotluckError as error:
-        click.echo(f"potluck-broker: {error}", err=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    facts = read_facts(model)
+    settings = BrokerConfig(
+        heartbeat_s=heartbeat,
+        misses=misses,
+        slots=slots,
+        context_tokens=context,
+        chunk_tokens=chunk,
+        queue_limit=queue,
+        min_stages=stages,
+        activation="f32" if activation == "auto" else activation,
+        exact=exact,
+    )
+    code = run(
+        serve(facts, alias or model.stem, settings, listen_address, port, results_port, http, announce)
+    )
     sys.exit(code)
 
 
@@ -139,6 +147,9 @@ def make_machine(
         # 0.0.0.0 stands for the host by which a stage dials this broker: stages on other networks see other addresses.
         lambda stage: endpoint("0.0.0.0", results_port),
         version("potluck"),
+        first_epoch=Epoch(
+            int(time.time())
+        ),  # plans are rarer than seconds, so epochs grow over restarts, too
     )
 
 
@@ -180,7 +191,13 @@ async def serve(
             facts.layers,
             facts.file_bytes / 1e9,
         )
-        log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
+        real_port = int(server.control_endpoint.rpartition(":")[2])
+        dial = lan_address() if address in ANY else address
+        suffix = "" if real_port == CONTROL_PORT else f":{real_port}"
+        log.info(
+            "Stages and clients: %s%s", server.control_endpoint.removeprefix("tcp://"), f" (here: {dial})"
+        )
+        log.info("On each device: potluck-stage %s%s --model FILE", dial, suffix)
         stop = asyncio.Event()
         with _signals(stop.set):
             web = None

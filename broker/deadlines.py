@@ -14,7 +14,7 @@ from potluck.broker.events import (
     StageBroke,
     TimePassed,
 )
-from potluck.broker.state import Chain
+from potluck.broker.state import Chain, Stage
 from potluck.wire.errors import (
     Phase,
     StageError,
@@ -33,9 +33,13 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
             if core.now >= oldest.sent_s + core.config.batch_timeout_s:
+                stage = stuck_at(core, chain)
+                stage.suspect = True
                 error = StageError(
                     f"A micro-batch did not come back within {core.config.batch_timeout_s:g} s.",
-                    hint="A stage hangs or a link between two stages is cut; see potluck ps.",
+                    hint="This stage hangs, or a link to or from it is cut; others are preferred until it joins anew.",
+                    device=stage.device,
+                    stage=stage.stage,
                     phase=Phase.SERVE,
                 )
                 yield from serving.batch_broke(
@@ -53,6 +57,14 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
             )
             core.tell(request.request, event.cause, "waited too long for a chain")
             yield requests.fail(core.state, request, failure)
+
+
+def stuck_at(core: Core, chain: Chain) -> Stage:
+    """The first stage that has not computed the oldest micro-batch in flight, as of its last beat; the last stage if all
+    have, for then the result was lost behind it. Micro-batches keep their order, so counting them is enough.
+    """
+    stages = [core.state.stages[name] for name in chain.stages]
+    return next((stage for stage in stages if stage.counters.batches <= chain.returned), stages[-1])
 
 
 def give_up_loading(core: Core, chain: Chain, cause: str) -> Iterator[Effect]:

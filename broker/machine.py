@@ -29,7 +29,7 @@ from potluck.broker.events import (
 from potluck.broker.state import BrokerState
 from potluck.model.vocabulary import Vocabulary
 from potluck.planner.plan import ModelShape, Planner
-from potluck.wire.ids import StageId
+from potluck.wire.ids import Epoch, StageId
 from potluck.wire.messages import ModelRef
 from potluck.wire.story import Story
 
@@ -46,8 +46,12 @@ class BrokerMachine:
         planner: Planner,
         results_endpoint: Callable[[StageId], str],
         version: str,
+        *,
+        first_epoch: Epoch = Epoch(0),
     ) -> None:
-        self.core = Core(config, model, shape, vocabulary, planner, results_endpoint, version)
+        """`first_epoch` is to be higher than any epoch of the brokers before: a stage may have slept since then."""
+        state = BrokerState(first_epoch)
+        self.core = Core(config, model, shape, vocabulary, planner, results_endpoint, version, state)
 
     @property
     def config(self) -> BrokerConfig:

@@ -93,6 +93,8 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     if stage is None or event.epoch != core.state.epoch or stage.chain is None:
         return
     chain = core.state.chains[stage.chain]
+    if stage.stage in chain.ready:
+        return
     stage.status, stage.weights_bytes, stage.detail = StageStatus.READY, event.weights_bytes, ""
     chain.ready.add(stage.stage)
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")

@@ -16,7 +16,7 @@ from potluck.broker.effects import (
     SendToStage,
 )
 from potluck.broker.state import Chain, Stage, StageStatus
-from potluck.planner.plan import Candidate
+from potluck.planner.plan import Candidate, Plan
 from potluck.wire.errors import (
     PlanError,
 )
@@ -39,9 +39,7 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
     if whole and (not core.has_spares() or core.state.requests or not core.state.ready):
         return  # a chain that serves is changed only between requests; one that loads is left to finish
     try:
-        plan = core.planner(
-            core.shape, [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable]
-        )
+        plan = best_plan(core, usable)
     except PlanError as error:
         core.last_error = error
         yield Report("error", str(error))
@@ -65,6 +63,19 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
             stage.status, stage.chain, stage.place = StageStatus.SPARE, None, None
             yield SendToStage(stage.stage, Release(), epoch)
     core.tell(f"epoch {epoch}", cause, " ".join(plan.reasons))
+
+
+def best_plan(core: Core, usable: list[Stage]) -> Plan:
+    """The planner's; without the stages at which a micro-batch got stuck, unless it takes them. Raises PlanError."""
+    candidates = [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable if not s.suspect]
+    if candidates and len(candidates) < len(usable):
+        try:
+            return core.planner(core.shape, candidates)
+        except PlanError:
+            pass
+    return core.planner(
+        core.shape, [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable]
+    )
 
 
 def assign(core: Core, chain: Chain) -> Iterator[Effect]:

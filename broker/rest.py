@@ -123,7 +123,7 @@ def make_app(gateway: Gateway, *, new_id: Callable[[], str], clock: Callable[[],
 
     @app.get("/potluck/v1/state", tags=["Potluck"], responses=_answers(StateView))
     async def state() -> Response:
-        """The cluster at this moment, as `potluck top` shows it."""
+        """The cluster at this moment, as `potluck ps --json` prints it."""
         return json_response(_all_fields(gateway.view()))
 
     return app

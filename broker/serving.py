@@ -92,6 +92,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         )
         return
     del chain.in_flight[event.batch]
+    chain.returned += 1
     count(core, chain, event.hops)
     at = 0
     for entry in flight.entries:

@@ -134,9 +134,7 @@ def open_model(path: Path) -> Iterator[BinaryIO]:
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise ModelError(
-            f"There is no file {path}.", hint="Check the path; `potluck model` lists models."
-        ) from None
+        raise ModelError(f"There is no file {path}.", hint="Check the path.") from None
     except OSError as error:
         raise ModelError(
             f"{path} can't be opened: {error.strerror}.", hint="Check the path and its rights."

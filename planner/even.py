@@ -68,7 +68,10 @@ def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
         tuple(StagePlan(c.stage, c.device, a, b) for c, (a, b) in zip(used, pairwise(bounds), strict=True)),
         model.layers,
     )
-    reasons = [f"{len(used)} stage{'s' if len(used) > 1 else ''} share {model.layers} layers evenly."]
+    if len(used) == 1:
+        reasons = [f"{used[0].device} holds all {model.layers} layers."]
+    else:
+        reasons = [f"{len(used)} stages share {model.layers} layers evenly."]
     if spare:
         names = ", ".join(c.device for c in spare)
         reasons.append(f"{names} left out: the model can be cut into at most {most} stages.")

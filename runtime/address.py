@@ -1,6 +1,8 @@
-"""Addresses as people write them: `host`, `host:port` or `tcp://host:port`. Pure."""
+"""Addresses as people write them: `host`, `host:port` or `tcp://host:port`."""
 
 from __future__ import annotations
+
+import socket
 
 from potluck.wire.errors import SettingsError
 
@@ -44,3 +46,16 @@ def seen_from(dialled: str, bound: str) -> str:
     if host not in ("0.0.0.0", "*", "[::]", ""):
         return bound
     return f"tcp://{dialled.removeprefix('tcp://').rpartition(':')[0]}:{port}"
+
+
+def lan_address(towards: str = "192.0.2.1") -> str:
+    """The address by which this machine would reach `towards`: what others on the same network dial. Sends nothing.
+
+    The default is an address of RFC 5737 that nobody has, so the answer is that of the default route; loopback if none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -12,7 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count

@@ -158,6 +158,30 @@ def _check_keys(raw: Any, kind: type[msgspec.Struct], source: str, prefix: str) 
                 _check_keys(raw[key], inner, source, f"{prefix}{key}.")
 
 
+def without_effect(settings: Settings) -> tuple[str, ...]:
+    """Keys that are set and that this version reads but does not act on yet.
+
+    Raises SettingsError for those on which somebody's safety may rest.
+    """
+    if settings.security != Security():
+        raise SettingsError(
+            "This version has no TLS, no keys and no API keys yet, so the section security can't be kept.",
+            hint="Take the section out, and run Potluck on a network you trust, with the REST API on the loopback.",
+        )
+    planned = {
+        "node.network_interface": settings.node.network_interface is not None,
+        "discovery": settings.discovery != Discovery(),
+        "resources.max_memory_gb": settings.resources.max_memory_gb is not None,
+        "resources.max_vram_gb": settings.resources.max_vram_gb is not None,
+        "resources.vram_pool_size": settings.resources.vram_pool_size is not None,
+        "resources.allow_cpu_fallback": not settings.resources.allow_cpu_fallback,
+        "resources.mlock": settings.resources.mlock,
+        "layer_assignment": bool(settings.layer_assignment),
+        "health.standby": bool(settings.health.standby),
+    }
+    return tuple(key for key, is_set in planned.items() if is_set)
+
+
 def defaults_for(settings: Settings) -> dict[str, Any]:
     """The file's values under the names of the commands' options; those not set are left out."""
     activation = settings.transport.activation
@@ -183,7 +207,10 @@ def config_option(function: Any) -> Any:
 
     def read(context: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
         if value is not None:
-            context.default_map = {**(context.default_map or {}), **defaults_for(load_settings(value))}
+            settings = load_settings(value)
+            context.default_map = {**(context.default_map or {}), **defaults_for(settings)}
+            for key in without_effect(settings):
+                click.echo(f"{context.info_name}: {key} in {value} has no effect in this version.", err=True)
         return value
 
     return click.option(

@@ -18,6 +18,7 @@ import psutil
 
 from potluck.model.paths import cache_dir
 from potluck.runtime.address import CONTROL_PORT, control_endpoint, split_address
+from potluck.runtime.command import Command
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
@@ -26,14 +27,16 @@ from potluck.stage.engines import NAMES
 from potluck.stage.settings import StageSettings, offers
 from potluck.stage.worker import StageWorker
 from potluck.wire import limits
-from potluck.wire.errors import NoBrokerError, PotluckError, SettingsError, UsageError
+from potluck.wire.errors import NoBrokerError, SettingsError, UsageError
 from potluck.wire.messages import Capabilities
 
 ANY_ADDRESS = "0.0.0.0"
 """Listening: every address of this machine. Advertised: the host by which the broker is dialled."""
 
 
-@click.command(context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
+@click.command(
+    "potluck-stage", cls=Command, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True}
+)
 @click.argument("broker", default="127.0.0.1", envvar="POTLUCK_BROKER")
 @config_option
 @click.option(
@@ -84,28 +87,22 @@ def main(
     Start potluck-broker on one machine first; it prints its address.
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
-    try:
-        pin(cpus)  # before any thread of llama.cpp starts: threads inherit it
-        threads = threads or default_threads()
-        bound, advertised = addresses(broker, listen_address)
-        settings = StageSettings(
-            device=_checked_name(name or platform.node() or "stage"),
-            models={**offers(models), **dict.fromkeys(fingerprints)},
-            engine=engine,
-            cache_dir=cache_dir(),
-            listen_address=bound,
-            data_port=data_port,
-            advertise_address=advertised,
-            threads=threads,
-            capabilities=capabilities(threads),
-            keep_trying=keep_trying,
-        )
-        code = run(serve(control_endpoint(broker), settings))
-    except PotluckError as error:
-        click.echo(f"potluck-stage: {error}", err=True)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    pin(cpus)  # before any thread of llama.cpp starts: threads inherit it
+    threads = threads or default_threads()
+    bound, advertised = addresses(broker, listen_address)
+    settings = StageSettings(
+        device=_checked_name(name or platform.node() or "stage"),
+        models={**offers(models), **dict.fromkeys(fingerprints)},
+        engine=engine,
+        cache_dir=cache_dir(),
+        listen_address=bound,
+        data_port=data_port,
+        advertise_address=advertised,
+        threads=threads,
+        capabilities=capabilities(threads),
+        keep_trying=keep_trying,
+    )
+    code = run(serve(control_endpoint(broker), settings))
     sys.exit(code)
 
 

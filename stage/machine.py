@@ -348,6 +348,10 @@ class StageMachine:
                 event.cause,
             )
             return
+        if message.batch <= wanted.newest:
+            self._drop(event.epoch, message.batch, event.cause, "it has come before")
+            return
+        wanted.newest = message.batch
         size = sum(memoryview(array).nbytes for array in event.arrays)
         yield StartCompute(Job(event.epoch, wanted.assign, message, event.arrays, size))
 

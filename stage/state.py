@@ -73,6 +73,8 @@ class Assignment:
     """What was told to the broker when loading ended."""
     told: bool = True
     """False while the outcome could not be sent."""
+    newest: int = -1
+    """The micro-batch that came last. Their numbers grow."""
 
     @property
     def key(self) -> SliceKey:

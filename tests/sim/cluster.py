@@ -112,6 +112,8 @@ class WatchedBroker(BrokerServer):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         self.ends: dict[RequestId, RequestFinished | RequestFailed] = {}
+        self.epochs: list[float] = []
+        """When each plan was made."""
         super().__init__(*args, **more)
 
     def feed(self, event: BrokerEvent) -> None:
@@ -120,6 +122,8 @@ class WatchedBroker(BrokerServer):
             super().feed(event)
             self.machine.validate()
             assert self.machine.state.epoch >= epoch, "an epoch went back"
+        if self.machine.state.epoch > epoch:
+            self.epochs.append(self.house.now)
         self.house.stir()
 
     def _perform(self, effect: Effect) -> None:
