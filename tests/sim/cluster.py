@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from potluck.broker.config import BrokerConfig
 from potluck.broker.effects import Effect, RequestFailed, RequestFinished
-from potluck.broker.events import BrokerEvent
+from potluck.broker.events import BrokerEvent, RequestSubmitted
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.rest import make_app
 from potluck.broker.server import BrokerServer
@@ -111,13 +111,18 @@ class WatchedBroker(BrokerServer):
     house: House
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        self.ends: dict[RequestId, RequestFinished | RequestFailed] = {}
+        self.ends: dict[RequestId, tuple[RequestFinished | RequestFailed, float]] = {}
+        """How and when each request ended."""
+        self.asked_by: dict[str, RequestId] = {}
+        """The request of an HTTP call, by the call's name."""
         self.epochs: list[float] = []
         """When each plan was made."""
         super().__init__(*args, **more)
 
     def feed(self, event: BrokerEvent) -> None:
         epoch = self.machine.state.epoch
+        if isinstance(event, RequestSubmitted):
+            self.asked_by[event.cause.rpartition(" ")[2]] = event.request
         with self.house.noticing():
             super().feed(event)
             self.machine.validate()
@@ -130,7 +135,7 @@ class WatchedBroker(BrokerServer):
         if isinstance(effect, RequestFinished | RequestFailed):
             with self.house.noticing():
                 assert effect.request not in self.ends, f"{effect.request} ended twice"
-            self.ends[effect.request] = effect
+            self.ends[effect.request] = (effect, self.house.now)
         super()._perform(effect)
 
 
@@ -138,6 +143,7 @@ class WatchedBroker(BrokerServer):
 class Call:
     """One HTTP request to the broker's app, made by hand: the client sees every send, and can hang up."""
 
+    name: str
     path: str
     body: dict[str, Any]
     begun_s: float
@@ -146,7 +152,7 @@ class Call:
     status: int = 0
     chunks: list[bytes] = field(default_factory=list)
     ended_s: float | None = None
-    hung_up: bool = False
+    hung_up_s: float | None = None
     starts: int = 0
     ends: int = 0
     task: asyncio.Task[None] = field(init=False)
@@ -157,7 +163,7 @@ class Call:
         self._inbox.put_nowait({"type": "http.request", "body": raw, "more_body": False})
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-            "method": "POST", "headers": [], "scheme": "http", "path": self.path, "query_string": b"",
+            "method": "POST", "headers": [(b"x-request-id", self.name.encode())], "scheme": "http", "path": self.path, "query_string": b"",
             "raw_path": self.path.encode(), "server": ("broker", 80), "client": ("sofa", 1), "root_path": "",
         }  # fmt: skip
         self.task = loop.create_task(app(scope, self._inbox.get, self._send), context=context)
@@ -174,10 +180,14 @@ class Call:
         if len(self.chunks) == self.hang_up_after:
             self.hang_up()
 
+    @property
+    def hung_up(self) -> bool:
+        return self.hung_up_s is not None
+
     def hang_up(self) -> None:
         """The client is gone. Does nothing once the answer is whole."""
         if not self.ends and not self.hung_up:
-            self.hung_up = True
+            self.hung_up_s = asyncio.get_running_loop().time()
             self._inbox.put_nowait({"type": "http.disconnect"})
 
     def frames(self) -> list[Any]:
@@ -347,7 +357,7 @@ class House:
 
     def call(self, path: str, body: dict[str, Any], hang_up_after: int | None = None) -> Call:
         """One HTTP request; its answer comes while the house goes on."""
-        call = Call(path, body, self.now, hang_up_after)
+        call = Call(f"call-{next(self._starts)}", path, body, self.now, hang_up_after)
         call.start(self.app, self.loop, self._hosts[BROKER][1].copy())
         return call
 

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 
+from potluck.broker.effects import RequestFailed, RequestFinished
 from potluck.broker.rest_chat import ChatBody
 from potluck.broker.rest_llama import LlamaBody
 from potluck.broker.rest_text import CompletionBody
@@ -68,11 +69,8 @@ class Ask:
     @property
     def expected(self) -> str:
         """The undisturbed text."""
-        submit: Submit = (
-            msgspec.convert(self.body, BODIES[self.path]).submits()[0]
-            if (self.path == "/v1/completions")
-            else msgspec.convert(self.body, BODIES[self.path]).submit()
-        )
+        body = msgspec.convert(self.body, BODIES[self.path])
+        submit: Submit = body.submits()[0] if isinstance(body, CompletionBody) else body.submit()
         prompt = (
             CODEC.encode_chat(submit.messages)
             if submit.messages
@@ -103,7 +101,7 @@ class Script:
     weather: int
     delay_ms: int
     first: list[int]
-    """Milliseconds per micro-batch of the stages that are there from the beginning."""
+    """Milliseconds per micro-batch of the stages that serve when the first request comes."""
     asks: list[Ask]
     moves: list[Move]
 
@@ -126,7 +124,7 @@ class Script:
 PROMPTS = [letter * length for letter in "ab" for length in (1, 9, 16, 40)]
 asks = st.builds(
     Ask,
-    gap_ms=st.integers(0, 60),
+    gap_ms=st.integers(0, 120),
     path=st.sampled_from(list(BODIES)),
     prompt=st.sampled_from(PROMPTS),
     tokens=st.integers(1, MOST_TOKENS),
@@ -136,7 +134,7 @@ asks = st.builds(
 )
 moves = st.builds(
     Move,
-    gap_ms=st.integers(0, 1500),
+    gap_ms=st.integers(0, 1200),
     kind=st.sampled_from(["join", "join", "leave", "kill", "freeze", "thaw"]),
     which=st.integers(0, 3),
     cost_ms=st.sampled_from([0, 2, 5, 20]),
@@ -145,9 +143,9 @@ scripts = st.builds(
     Script,
     weather=st.integers(0, 1 << 16),
     delay_ms=st.sampled_from([0, 0, 1, 8]),
-    first=st.lists(st.sampled_from([0, 2, 5, 20]), max_size=3),
+    first=st.lists(st.sampled_from([0, 2, 5, 20]), min_size=1, max_size=3),
     asks=st.lists(asks, min_size=REQUESTS, max_size=REQUESTS),
-    moves=st.lists(moves, max_size=8),
+    moves=st.lists(moves, min_size=2, max_size=10),
 )
 
 
@@ -170,6 +168,7 @@ class Play:
         for cost_ms in self.script.first:
             self.join(cost_ms)
         self.changed()
+        await self.house.until(lambda: self.house.core.state.ready)
         await asyncio.gather(self.ask(), self.move())
         for name in list(self.frozen):
             self.thaw(name)
@@ -265,9 +264,13 @@ def check(play: Play, ask: Ask, call: Call) -> None:
     assert expected.startswith(text), f"{text!r} is no beginning of {expected!r}"
     assert not whole or text == expected, f"{text!r} instead of {expected!r}"
     assert whole or failure or call.hung_up, "it neither ended nor failed, and its client stayed"
+    end, end_s = play.house.server.ends[play.house.server.asked_by[call.name]]
+    assert not call.hung_up or end_s <= (call.hung_up_s or 0.0), "its client left, and it went on"
+    assert not whole or isinstance(end, RequestFinished)
     if failure is None:
         return
-    assert failure == "unavailable"
+    assert isinstance(end, RequestFailed)
+    assert failure == end.error.code == "unavailable"
     assert call.ended_s is not None
     if call.ended_s > call.begun_s:  # it was accepted, and no chain took it up again in time
         assert not play.calm_since(call.ended_s - HOUSE.wait_limit_s, call.ended_s), (
