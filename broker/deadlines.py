@@ -60,7 +60,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
 
 
 def stuck_at(core: Core, chain: Chain) -> Stage:
-    """The first stage that has not computed the oldest micro-batch in flight, as of its last beat; the last stage if all
+    """The first stage that has not computed the oldest micro-batch in flight, as of its last beat; the last one if all
     have, for then the result was lost behind it. Micro-batches keep their order, so counting them is enough.
     """
     stages = [core.state.stages[name] for name in chain.stages]

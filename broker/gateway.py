@@ -22,6 +22,9 @@ from potluck.wire.messages import ChatMessage, StateView, Submit
 StreamEvent: TypeAlias = RequestText | RequestFinished
 """What a ticket yields: text as it comes, and how it ended."""
 
+Sink: TypeAlias = Callable[[RequestText | RequestFinished | RequestFailed], None]
+"""Takes a request's events as they come, on the event loop, without waiting."""
+
 
 class PromptCodec(Protocol):
     """The served model's tokenizer and chat template."""
@@ -41,7 +44,10 @@ class PromptCodec(Protocol):
 
 @dataclass(slots=True)
 class Ticket:
-    """One request being served. `events()` yields until it ends, or raises the PotluckError it ended with."""
+    """One request being served. `events()` yields until it ends, or raises the PotluckError it ended with.
+
+    A ticket that was given a sink has no events of its own.
+    """
 
     request: RequestId
     prompt_tokens: int
@@ -54,16 +60,11 @@ class Ticket:
         try:
             while True:
                 event = await self._queue.get()
-                match event:
-                    case RequestFailed():
-                        self._over = True
-                        raise event.error
-                    case RequestFinished():
-                        self._over = True
-                        yield event
-                        return
-                    case RequestText():
-                        yield event
+                if isinstance(event, RequestFailed):
+                    raise event.error
+                yield event
+                if isinstance(event, RequestFinished):
+                    return
         finally:
             self.cancel()
 
@@ -91,6 +92,7 @@ class Gateway:
         self._feed = feed
         self._random_seed = random_seed
         self._tickets: dict[RequestId, Ticket] = {}
+        self._sinks: dict[RequestId, Sink] = {}
 
     def tokens_of(self, submit: Submit) -> tuple[int, ...]:
         """The prompt's tokens. Raises RequestError."""
@@ -109,7 +111,7 @@ class Gateway:
             return tuple(self.codec.encode_chat(submit.messages))
         return tuple(self.codec.encode_prompt(submit.prompt or ""))
 
-    def submit(self, submit: Submit, cause: str) -> Ticket:
+    def submit(self, submit: Submit, cause: str, sink: Sink | None = None) -> Ticket:
         """Starts a request. Raises the RequestError or UnavailableError that refuses it."""
         tokens = self.tokens_of(submit)
         sampling = submit.sampling
@@ -120,6 +122,7 @@ class Gateway:
             raise InvalidValueError(f"A request named {request} is already running.", param="request")
         ticket = Ticket(request, len(tokens), asyncio.Queue(), lambda name: self._leave(name, cause))
         self._tickets[request] = ticket
+        self._sinks[request] = ticket._queue.put_nowait
         self._feed(
             RequestSubmitted(
                 cause=cause,
@@ -131,29 +134,33 @@ class Gateway:
                 ignore_eos=submit.ignore_eos,
             )
         )
-        return self._checked(ticket)
+        self._checked(ticket)
+        if sink is not None:
+            self._sinks[request] = sink
+        return ticket
 
     def deliver(self, effect: RequestAccepted | RequestText | RequestFinished | RequestFailed) -> None:
         """Called by the server for each effect that concerns a request."""
-        ticket = self._tickets.get(effect.request)
-        if ticket is None or isinstance(effect, RequestAccepted):
+        sink = self._sinks.get(effect.request)
+        if sink is None or isinstance(effect, RequestAccepted):
             return
-        ticket._queue.put_nowait(effect)
         if isinstance(effect, RequestFinished | RequestFailed):
-            del self._tickets[effect.request]
+            self._tickets.pop(effect.request)._over = True
+            del self._sinks[effect.request]
+        sink(effect)
 
-    def _checked(self, ticket: Ticket) -> Ticket:
+    def _checked(self, ticket: Ticket) -> None:
         """The core answers a submission at once: if it refused, raise that here instead of in the stream."""
         if ticket.request in self._tickets or ticket._queue.empty():
-            return ticket
+            return
         first = ticket._queue.get_nowait()
         if isinstance(first, RequestFailed):
-            ticket._over = True
             raise first.error
         raise PotluckError("A request ended before it began.")
 
     def _leave(self, request: RequestId, cause: str) -> None:
         if self._tickets.pop(request, None) is not None:
+            del self._sinks[request]
             self._feed(RequestCancelled(cause=cause, request=request))
 
     def close(self, error: PotluckError) -> None:

@@ -74,8 +74,12 @@ def beat(core: Core, event: StageBeat) -> Iterator[Effect]:
         yield SendToStage(event.stage, Refused(ErrorInfo.of(error)), core.state.epoch)
         return
     stage.last_heard_s = core.now
-    if event.counters is not None and event.epoch == core.state.epoch:
+    if event.counters is None:
+        return
+    if event.epoch == core.state.epoch:
         stage.counters = event.counters
+    if stage.status is StageStatus.LOADING and core.now >= stage.asked_s + core.config.lost_after_s:
+        yield plans.ask_to_load(core, stage)  # a link that broke may have lost what was asked, or its answer
 
 
 def progressed(core: Core, event: StageProgressed) -> Iterator[Effect]:

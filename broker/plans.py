@@ -87,7 +87,7 @@ def assign(core: Core, chain: Chain) -> Iterator[Effect]:
         stage.last_progress_s, stage.detail = core.now, ""
         stage.hops, stage.counters = HopSums(), StageCounters()
         last = index == len(places) - 1
-        message = Assign(
+        stage.assign = Assign(
             chain=chain.chain,
             index=index,
             stages=len(places),
@@ -106,8 +106,15 @@ def assign(core: Core, chain: Chain) -> Iterator[Effect]:
             activation=core.config.activation,
             exact=core.config.exact,
         )
-        yield SendToStage(place.stage, message, chain.epoch)
+        yield ask_to_load(core, stage)
         yield Report("info", f"{place.device}: layers {place.first}-{place.end - 1} of {core.shape.layers}.")
+
+
+def ask_to_load(core: Core, stage: Stage) -> SendToStage:
+    """What the stage is to hold in this epoch. It answers as often as it is asked."""
+    assert stage.assign is not None
+    stage.asked_s = core.now
+    return SendToStage(stage.stage, stage.assign, core.state.epoch)
 
 
 def close(core: Core, chain: Chain, cause: str, why: str) -> Iterator[Effect]:
@@ -122,6 +129,8 @@ def close(core: Core, chain: Chain, cause: str, why: str) -> Iterator[Effect]:
         if stage.status is not StageStatus.FAILED:
             stage.status = StageStatus.SPARE
     del core.state.chains[chain.chain]
+    if chain.open and not core.state.ready:
+        recovery.restart_waits(core.state, core.now)
 
 
 def break_chain_of(core: Core, stage: Stage, cause: str, why: str) -> Iterator[Effect]:

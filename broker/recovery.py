@@ -28,6 +28,12 @@ def requeue(state: BrokerState, chain: Chain, now: float) -> list[RequestId]:
     return [request.request for request in moved]
 
 
+def restart_waits(state: BrokerState, now: float) -> None:
+    """The last chain is gone: only from now on do requests wait for a chain, and no longer for a slot."""
+    for name in state.waiting:
+        state.requests[name].waiting_since_s = now
+
+
 def overdue(state: BrokerState, now: float, wait_limit_s: float) -> list[Request]:
     """Waiting requests that no chain has taken for too long."""
     return [

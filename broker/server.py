@@ -171,8 +171,7 @@ class BrokerServer:
     async def close(self) -> None:
         """Ends every request with an error and closes the sockets."""
         self.gateway.close(UnavailableError("The broker is shutting down.", retry_after_s=10))
-        await asyncio.sleep(0)  # lets the streams send their last frame
-        await self.clients.close()
+        await asyncio.sleep(0)  # lets the HTTP streams send their last frame
         if self._timer is not None:
             self._timer.cancel()
         for link in self._links.values():

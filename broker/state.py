@@ -13,7 +13,7 @@ from potluck.model.text import TextStream
 from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
-from potluck.wire.messages import Capabilities, HopSums, StageCounters
+from potluck.wire.messages import Assign, Capabilities, HopSums, StageCounters
 from potluck.wire.sampling import Sampling
 
 
@@ -38,6 +38,9 @@ class Stage:
     status: StageStatus = StageStatus.SPARE
     chain: ChainId | None = None
     place: StagePlan | None = None
+    assign: Assign | None = None
+    asked_s: float = 0.0
+    """When it was last told what to hold."""
     counters: StageCounters = field(default_factory=StageCounters)
     hops: HopSums = field(default_factory=HopSums)
     weights_bytes: int = 0

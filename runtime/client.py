@@ -164,7 +164,8 @@ class Client:
                 raise self._silence(0.0)
             while True:
                 try:
-                    message = await asyncio.wait_for(queue.get(), self.timeout_s)
+                    async with asyncio.timeout(self.timeout_s):
+                        message = await queue.get()
                 except TimeoutError:
                     raise self._silence(self.timeout_s) from None
                 if isinstance(message, Rejected | Refused):

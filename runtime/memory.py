@@ -140,10 +140,11 @@ class MemoryTransport(Transport):
             port = str(next(self.network._ports))
         host = self.name if host in ("*", "0.0.0.0", "") else host
         where = f"tcp://{host}:{port}"
+        if socket.closed:
+            return where
         if where in self.network._bound:
             raise PortInUseError(f"{where} is taken.", hint="Choose another port.")
-        if not socket.closed:
-            self.network._bound[where] = socket
+        self.network._bound[where] = socket
         return where
 
     def _keep(self, socket: _Socket) -> None:

@@ -17,6 +17,7 @@ from potluck.wire.messages import (
     Delta,
     Finished,
     Heartbeat,
+    Message,
     MicroBatch,
     Ready,
     Register,
@@ -170,6 +171,19 @@ def test_requests_that_no_stage_takes_in_time_fail_and_say_what_is_missing() -> 
     in_house(story)
 
 
+def test_requests_that_wait_behind_others_for_long_outlive_the_death_of_a_stage() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", cost=Cost(batch_s=0.1))
+        client = house.client()
+        running = [asyncio.create_task(ask(client, 30, (256, n))) for n in range(4)]
+        await asyncio.sleep(3 * CONFIG.batch_timeout_s)  # the last ones wait for a slot all that time
+        assert house.core.state.waiting
+        await house.kill("b")
+        await asyncio.gather(*running)
+
+    in_house(story, config=dataclasses.replace(CONFIG, slots=1, wait_limit_s=8.0))
+
+
 # ---- frozen
 
 
@@ -290,6 +304,17 @@ def test_micro_batches_that_get_lost_cost_time_and_no_token() -> None:
 
     for seed in range(5):
         in_house(story, weather=Forecast(seed))
+
+
+@pytest.mark.parametrize("lost", [Assign, Ready])
+def test_an_assignment_that_gets_lost_or_its_answer_is_asked_for_again(lost: type[Message]) -> None:
+    async def story(house: House) -> None:
+        house.weather.rules.append(Rule((lost,), lose=True, times=1))
+        await house.serving("a", "b", "c", cost=STEP)
+        assert house.now < CONFIG.load_timeout_s
+        await ask(house.client())
+
+    in_house(story)
 
 
 # ---- clients

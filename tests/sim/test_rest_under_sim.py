@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -222,7 +223,7 @@ class Play:
     def calm_since(self, at_s: float, until_s: float) -> bool:
         """Whether, in that time, stages were there and unchanged for long enough that a chain must have served."""
         times = [*self.changes, (until_s, False)]
-        for (begin_s, alive), (end_s, _) in zip(times, times[1:], strict=False):
+        for (begin_s, alive), (end_s, _) in pairwise(times):
             if alive and min(end_s, until_s) - max(begin_s, at_s) >= RECOVERY_S:
                 return True
         return False
