@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,8 @@ from potluck.model.prompt import ModelPrompts
 from potluck.model.reference import reference
 from potluck.model.verified import is_verified
 from potluck.planner.even import plan_even
+from potluck.planner.manual import ManualPlanner, parse_layers
+from potluck.planner.plan import Planner
 from potluck.planner.shape import shape_of
 from potluck.runtime.address import (
     CONTROL_PORT,
@@ -66,6 +69,12 @@ ANY = ("0.0.0.0", "*", "::")
 @click.option(
     "--stages", default=1, type=click.IntRange(1, 256), help="Wait for this many stages before planning."
 )
+@click.option(
+    "--layers",
+    multiple=True,
+    metavar="DEVICE=FIRST-LAST",
+    help="Give a device these layers, both included. May be repeated; then all layers must be given.",
+)
 @click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences served at the same time.")
 @click.option(
     "--context", default=2048, type=click.IntRange(16), help="Tokens of one sequence, answer included."
@@ -96,6 +105,7 @@ def main(
     results_port: int,
     http: str,
     stages: int,
+    layers: tuple[str, ...],
     slots: int,
     context: int,
     chunk: int,
@@ -127,58 +137,66 @@ def main(
         activation="f32" if activation == "auto" else activation,
         exact=exact,
     )
-    code = run(
-        serve(facts, alias or model.stem, settings, listen_address, port, results_port, http, announce)
-    )
-    sys.exit(code)
+    planner = ManualPlanner(parse_layers(layers)) if layers else plan_even
+    where = Where(listen_address, port, results_port, http, announce)
+    sys.exit(run(serve(facts, alias or model.stem, settings, planner, where)))
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What to listen on. `announce` prints the real addresses as one JSON line."""
+
+    address: str
+    port: int
+    results_port: int
+    http: str
+    announce: bool
 
 
 def make_machine(
-    facts: ModelFacts, name: str, config: BrokerConfig, prompts: ModelPrompts, results_port: int
-) -> BrokerMachine:
-    """The core for one model. Raises UnsupportedArchitectureError before anything is opened."""
-    rules = rules_for(facts, allow_unlisted=is_verified(cache_dir(), facts))
-    return BrokerMachine(
-        config,
-        reference(facts, name),
-        shape_of(facts, rules, name),
-        prompts,
-        plan_even,
-        # 0.0.0.0 stands for the host by which a stage dials this broker: stages on other networks see other addresses.
-        lambda stage: endpoint("0.0.0.0", results_port),
-        version("potluck"),
-        first_epoch=Epoch(
-            int(time.time())
-        ),  # plans are rarer than seconds, so epochs grow over restarts, too
-    )
-
-
-async def serve(
     facts: ModelFacts,
     name: str,
     config: BrokerConfig,
-    address: str,
-    port: int,
+    prompts: ModelPrompts,
+    planner: Planner,
     results_port: int,
-    http: str,
-    announce: bool,
-) -> int:
+) -> BrokerMachine:
+    """The core for one model. Raises UnsupportedArchitectureError, SettingsError before anything is opened."""
+    rules = rules_for(facts, allow_unlisted=is_verified(cache_dir(), facts))
+    shape = shape_of(facts, rules, name)
+    if isinstance(planner, ManualPlanner):
+        planner.check(shape)
+    return BrokerMachine(
+        config,
+        reference(facts, name),
+        shape,
+        prompts,
+        planner,
+        # 0.0.0.0 stands for the host by which a stage dials this broker: stages on other networks see other addresses.
+        lambda stage: endpoint("0.0.0.0", results_port),
+        version("potluck"),
+        # Plans are rarer than seconds, so epochs grow over restarts, too.
+        first_epoch=Epoch(int(time.time())),
+    )
+
+
+async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Planner, where: Where) -> int:
     """Runs one broker until SIGINT or SIGTERM. Returns the exit code."""
     with contextlib.ExitStack() as stack:
         transport = ZmqTransport()
         stack.callback(transport.close)
         prompts = ModelPrompts(facts, datetime.now)
         stack.callback(prompts.close)
-        rest = None if http == "off" else _bind_http(http)
+        rest = None if where.http == "off" else _bind_http(where.http)
         if rest is not None:
             stack.callback(rest.close)
-        machine = make_machine(facts, name, config, prompts, results_port)
+        machine = make_machine(facts, name, config, prompts, planner, where.results_port)
         server = BrokerServer(
             transport,
             machine,
             prompts,
-            control=endpoint(address, port),
-            results=endpoint(address, results_port),
+            control=endpoint(where.address, where.port),
+            results=endpoint(where.address, where.results_port),
             random_seed=lambda: secrets.randbits(32),
         )
         real_results_port = int(server.results_endpoint.rpartition(":")[2])
@@ -191,27 +209,22 @@ async def serve(
             facts.layers,
             facts.file_bytes / 1e9,
         )
-        real_port = int(server.control_endpoint.rpartition(":")[2])
-        dial = lan_address() if address in ANY else address
-        suffix = "" if real_port == CONTROL_PORT else f":{real_port}"
-        log.info(
-            "Stages and clients: %s%s", server.control_endpoint.removeprefix("tcp://"), f" (here: {dial})"
-        )
-        log.info("On each device: potluck-stage %s%s --model FILE", dial, suffix)
+        log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
+        log.info("On each device: potluck-stage %s --model FILE", _dial(server, where.address))
         stop = asyncio.Event()
         with _signals(stop.set):
             web = None
             if rest is not None:
                 web = asyncio.create_task(_serve_http(server, rest))
                 log.info("REST: http://%s:%d/v1", *rest.getsockname()[:2])
-            if announce:
+            if where.announce:
                 web_port = None if rest is None else rest.getsockname()[1]
-                where = {
+                real = {
                     "control": server.control_endpoint,
                     "results": server.results_endpoint,
                     "http_port": web_port,
                 }
-                click.echo(json.dumps(where))
+                click.echo(json.dumps(real))
             await stop.wait()
         log.info("Stopping.")
         if web is not None:
@@ -219,6 +232,13 @@ async def serve(
             await asyncio.gather(web, return_exceptions=True)
         await server.close()
     return 0
+
+
+def _dial(server: BrokerServer, address: str) -> str:
+    """How other machines reach this broker, the port left out where it is the usual one."""
+    host = lan_address() if address in ANY else address
+    port = int(server.control_endpoint.rpartition(":")[2])
+    return host if port == CONTROL_PORT else f"{host}:{port}"
 
 
 def _bind_http(http: str) -> socket.socket:

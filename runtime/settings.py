@@ -176,7 +176,6 @@ def without_effect(settings: Settings) -> tuple[str, ...]:
         "resources.vram_pool_size": settings.resources.vram_pool_size is not None,
         "resources.allow_cpu_fallback": not settings.resources.allow_cpu_fallback,
         "resources.mlock": settings.resources.mlock,
-        "layer_assignment": bool(settings.layer_assignment),
         "health.standby": bool(settings.health.standby),
     }
     return tuple(key for key, is_set in planned.items() if is_set)
@@ -192,6 +191,8 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         "threads": settings.resources.threads,
         "activation": activation,
         "exact": settings.compute.exact,
+        "layers": [f"{name}={first}-{last}" for name, (first, last) in settings.layer_assignment.items()]
+        or None,
         "heartbeat": settings.health.heartbeat_seconds,
         "misses": settings.health.misses,
         "log_level": settings.logging.level,

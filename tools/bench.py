@@ -19,7 +19,7 @@ from statistics import median
 
 from potluck.model.facts import read_facts
 from potluck.runtime.client import Client
-from potluck.tools.local import local_cluster
+from potluck.tools.local import local_cluster, stage_name
 from potluck.wire.errors import UsageError
 from potluck.wire.messages import Delta, StateView
 from potluck.wire.sampling import Sampling
@@ -110,22 +110,24 @@ async def run_throughput(
     prompt_tokens: int,
     generate: int,
     activation: str,
+    layers: Sequence[int] | None = None,
 ) -> ThroughputReport:
-    """Measures each number of sequences in turn on one cluster."""
+    """Measures each number of sequences in turn on one cluster. `layers` gives each stage so many, in order."""
     facts = read_facts(model)
     if not cores or not parallel or min(parallel) < 1:
         raise UsageError("Give at least one core and one number of sequences.")
-    options = (
+    options = [
+        *_assigned(layers, len(cores)),
         "--slots", str(max(parallel)), "--context", str(prompt_tokens + generate + 16), "--activation", activation,
         "--http", "off", "--misses", "30", "--log-level", "warning",
-    )  # fmt: skip
+    ]  # fmt: skip
     chance = random.Random(7)
     async with (
         local_cluster(model, len(cores), *options, cpus=cores) as cluster,
         Client(cluster.address) as client,
     ):
         view = [view async for view in cluster.wait_ready(client)][-1]
-        layers = {stage.device: (stage.first or 0, (stage.end or 1) - 1) for stage in view.stages}
+        held = {stage.device: (stage.first or 0, (stage.end or 1) - 1) for stage in view.stages}
         await _Round(
             client, _prompts(chance, 2, prompt_tokens, facts.vocab), 4
         ).run()  # nothing is cold afterwards
@@ -133,7 +135,21 @@ async def run_throughput(
             await _Round(client, _prompts(chance, count, prompt_tokens, facts.vocab), generate).run()
             for count in parallel
         ]
-    return ThroughputReport(model.name, tuple(cores), layers, tuple(rows))
+    return ThroughputReport(model.name, tuple(cores), held, tuple(rows))
+
+
+def _assigned(layers: Sequence[int] | None, stages: int) -> list[str]:
+    """The broker's options for that many layers per stage."""
+    if layers is None:
+        return []
+    if len(layers) != stages or min(layers) < 1:
+        raise UsageError(f"--layers takes one number per core, each at least 1: {stages} numbers.")
+    options: list[str] = []
+    first = 0
+    for index, count in enumerate(layers):
+        options += ["--layers", f"{stage_name(index)}={first}-{first + count - 1}"]
+        first += count
+    return options
 
 
 def _prompts(chance: random.Random, count: int, tokens: int, vocab: int) -> list[list[int]]:

@@ -132,6 +132,11 @@ def _free_ports(options: Sequence[str]) -> list[str]:
     return [part for flag, value in wanted.items() if flag not in options for part in (flag, value)]
 
 
+def stage_name(index: int) -> str:
+    """The name of a stage that was given none, counted from 0."""
+    return f"stage-{index + 1}"
+
+
 @contextlib.asynccontextmanager
 async def local_cluster(
     model: Path, stages: int, *broker_options: str, cpus: Sequence[int] = (), names: Sequence[str] = ()
@@ -142,7 +147,7 @@ async def local_cluster(
         try:
             await cluster.start_broker("--stages", str(stages), *broker_options)
             for index in range(stages):
-                name = names[index] if index < len(names) else f"stage-{index + 1}"
+                name = names[index] if index < len(names) else stage_name(index)
                 await cluster.start_stage(name, cpu=cpus[index] if index < len(cpus) else None)
             yield cluster
         finally:

@@ -25,7 +25,8 @@ from potluck.broker.rest_llama import LlamaBody
 from potluck.broker.rest_text import CompletionBody
 from potluck.wire.messages import Submit
 from potluck.wire.sampling import Sampling
-from sim.cluster import CODEC, CONFIG, Call, Cost, House, in_house, undisturbed
+from sim.call import Call
+from sim.cluster import CODEC, CONFIG, Cost, House, in_house, undisturbed
 from sim.weather import Forecast
 
 REQUESTS = 100
@@ -107,7 +108,12 @@ class Script:
     moves: list[Move]
 
     def __str__(self) -> str:
-        at, lines = 0, [f"links {self.delay_ms} ms; stages of {self.first} ms per micro-batch"]
+        at, lines = (
+            0,
+            [
+                f"weather seed {self.weather}, links {self.delay_ms} ms, stages of {self.first} ms per micro-batch"
+            ],
+        )
         for move in self.moves:
             at += move.gap_ms
             lines.append(f"{at / 1000:7.3f} s  {move.kind} {move.which} ({move.cost_ms} ms)")

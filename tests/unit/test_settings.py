@@ -69,8 +69,8 @@ def test_security_that_does_not_exist_yet_is_not_promised() -> None:
 
 
 def test_settings_without_effect_are_named() -> None:
-    raw = {"layer_assignment": {"a": [0, 3]}, "resources": {"max_memory_gb": 4}, "node": {"name": "a"}}
-    assert without_effect(parse_settings(raw, "x.yaml")) == ("resources.max_memory_gb", "layer_assignment")
+    raw = {"health": {"standby": ["a"]}, "resources": {"max_memory_gb": 4}, "node": {"name": "a"}}
+    assert without_effect(parse_settings(raw, "x.yaml")) == ("resources.max_memory_gb", "health.standby")
     assert without_effect(Settings()) == ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import hypothesis.strategies as st
@@ -186,10 +187,8 @@ def test_one_flipped_bit_never_does_more_than_raise_a_wire_error(flip: int, bit:
     whole = [(frame, at) for frame in frames for at in range(len(frame))]
     frame, at = whole[flip % len(whole)]
     frame[at] ^= 1 << bit
-    try:
+    with contextlib.suppress(WireError):
         decode(frames)
-    except WireError:
-        pass
 
 
 def every_error(root: type[PotluckError] = PotluckError) -> list[type[PotluckError]]:
