@@ -43,6 +43,7 @@ from potluck.runtime.address import (
     split_address,
 )
 from potluck.runtime.command import Command
+from potluck.runtime.latency import prefer_latency
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
@@ -52,6 +53,7 @@ from potluck.wire.ids import Epoch
 
 log = logging.getLogger("potluck.broker")
 
+WEB_STOP_S = 3.0
 ANY = ("0.0.0.0", "*", "::")
 """Listening on every address."""
 
@@ -125,6 +127,7 @@ def main(
     Start this on one machine, then potluck-stage on each device, with this machine's address.
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
+    prefer_latency()
     facts = read_facts(model)
     settings = BrokerConfig(
         heartbeat_s=heartbeat,
@@ -215,7 +218,8 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
         with _signals(stop.set):
             web = None
             if rest is not None:
-                web = asyncio.create_task(_serve_http(server, rest))
+                web = _web(server)
+                serving = asyncio.create_task(web.serve(sockets=[rest]))
                 log.info("REST: http://%s:%d/v1", *rest.getsockname()[:2])
             if where.announce:
                 web_port = None if rest is None else rest.getsockname()[1]
@@ -226,11 +230,11 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
                 }
                 click.echo(json.dumps(real))
             await stop.wait()
-        log.info("Stopping.")
-        if web is not None:
-            web.cancel()
-            await asyncio.gather(web, return_exceptions=True)
-        await server.close()
+            log.info("Stopping: requests that run end with an error. Once more to stop at once.")
+            await server.close()
+            if web is not None:
+                web.should_exit = True
+                await asyncio.wait([serving], timeout=WEB_STOP_S)
     return 0
 
 
@@ -266,16 +270,12 @@ class _Web(uvicorn.Server):
         yield
 
 
-async def _serve_http(server: BrokerServer, listener: socket.socket) -> None:
+def _web(server: BrokerServer) -> _Web:
     app = make_app(server.gateway, new_id=lambda: secrets.token_hex(12), clock=time.time)
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
-    web = _Web(config)
-    try:
-        await web.serve(sockets=[listener])
-    finally:
-        web.should_exit = True
+    return _Web(config)
 
 
 @contextlib.contextmanager

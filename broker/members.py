@@ -43,8 +43,10 @@ def register(core: Core, event: StageRegistered) -> Iterator[Effect]:
     if event.stage in core.state.stages:
         yield from remove(core, event.stage, event.cause, "registered again", forget=False)
     if core.model.fingerprint not in event.models:
+        offered = ", ".join(fingerprint[:12] for fingerprint in event.models[:3]) or "none"
         error = PotluckError(
-            f"{event.device} has no copy of {core.model.name} (fingerprint {core.model.fingerprint[:12]}).",
+            f"{event.device} has no copy of {core.model.name} (fingerprint {core.model.fingerprint[:12]}); "
+            f"fingerprints of its files: {offered}.",
             hint="Copy the model file to that device and name it with potluck-stage --model PATH.",
             device=event.device,
             phase=Phase.JOIN,

@@ -72,8 +72,9 @@ class Client:
         self.broker = broker
         self.timeout_s = timeout_s
         self._own_transport = transport is None
+        where = control_endpoint(broker)  # raises before anything is open
         self._transport = transport or ZmqTransport()
-        self._dealer = self._transport.dealer(control_endpoint(broker), f"client-{secrets.token_hex(8)}")
+        self._dealer = self._transport.dealer(where, f"client-{secrets.token_hex(8)}")
         self._streams: dict[str, asyncio.Queue[_Heard]] = {}
         self._views: list[asyncio.Future[StateView]] = []
         self._reader = asyncio.get_running_loop().create_task(self._read())
@@ -250,7 +251,11 @@ class SyncClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="potluck-client", daemon=True)
         self._thread.start()
-        self._client = self._call(self._open(broker, timeout_s))
+        try:
+            self._client = self._call(self._open(broker, timeout_s))
+        except BaseException:
+            self._end_thread()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -284,9 +289,12 @@ class SyncClient:
         """Closes the connection and ends the thread."""
         if self._thread.is_alive():
             self._call(self._client.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -29,10 +29,15 @@ class _Reports:
         except PotluckError as error:
             click.echo(f"{self.name}: {error}", err=True)
             sys.exit(error.exit_code)
+        sys.exit(0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command's function; Ctrl-C ends it with 130, before click makes its own of it."""
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
         except (KeyboardInterrupt, asyncio.CancelledError):
             click.echo("Cancelled.", err=True)
-            sys.exit(130)
-        sys.exit(0)
+            ctx.exit(130)
 
 
 class Command(_Reports, click.Command):

@@ -1,7 +1,8 @@
 """Clusters and commands as real processes, for the tests here and in integration/.
 
-A `World` is a broker and its stages with an event loop of its own, so that the tests of a module share one. Whoever makes
-one also checks that it ends: no process left, no traceback in any log. Everything waits for an event until a deadline.
+A `World` is a broker and its stages with an event loop of its own, so that the tests of a module share one. Whoever
+makes one also checks that it ends: no process left, no traceback in any log. Everything waits for an event until a
+deadline.
 """
 
 from __future__ import annotations
@@ -73,9 +74,8 @@ class World:
 
     async def ready(self) -> StateView:
         async with Client(self.address) as client:
-            async for view in self.cluster.wait_ready(client, DEADLINE_S):
-                pass
-            return view
+            views = [view async for view in self.cluster.wait_ready(client, DEADLINE_S)]
+        return views[-1]
 
     async def until(self, wanted: Callable[[StateView], bool]) -> StateView:
         """The first state of the cluster that is as wanted."""

@@ -35,7 +35,7 @@ def test_demo_says_what_it_took_and_what_each_stage_did() -> None:
     assert float(first[1]) > 0
     assert re.search(r"then [\d.]+ ms per token \(8 tokens\)", ended.out)
     head, *rows = ended.out[ended.out.index("stage ") :].splitlines()[:4]
-    assert head.split() == "stage layers micro-batches compute ms wait ms busy sent".split()
+    assert head.split() == ["stage", "layers", "micro-batches", "compute", "ms", "wait", "ms", "busy", "sent"]
     assert {row.split()[0] for row in rows} == {"laptop", "desktop", "mini-pc"}
     for row in rows:
         assert re.search(r" \d+-\d+ +\d+ +\d+\.\d +\d+\.\d +\d+ % +\d[\d.]* k?B$", row.rstrip()), row

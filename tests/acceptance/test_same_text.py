@@ -26,13 +26,15 @@ TEXTS = (
 NEW_TOKENS = 24
 CHUNK = 64
 
-# A process of its own: what Potluck sets for a whole process (compute.exact) must not reach this. Flash attention as in
-# the stages: without it llama.cpp rounds otherwise, and a near tie may fall to the other side.
+# A process of its own: what Potluck sets for a whole process (compute.exact) must not reach this. With flash attention,
+# as in the stages: without it llama.cpp rounds otherwise, and a near tie may fall to the other side.
 WHOLE = """
 import json, sys
 from llama_cpp import Llama
 model, chunk, count, prompts = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-llama = Llama(model, n_ctx=512, n_batch=chunk, n_ubatch=chunk, n_threads=1, n_threads_batch=1, flash_attn=True, verbose=False)
+llama = Llama(
+    model, n_ctx=512, n_batch=chunk, n_ubatch=chunk, n_threads=1, n_threads_batch=1, flash_attn=True, verbose=False
+)
 answers = []
 for prompt in prompts:
     llama.reset()

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Self
 
 import msgpack
 import pytest
@@ -114,7 +115,7 @@ class Raw:
         self.context = zmq.asyncio.Context()
         self.sockets: list[zmq.asyncio.Socket] = []
 
-    def __enter__(self) -> Raw:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -97,7 +97,7 @@ def test_a_settings_file_that_is_not_there_is_named(tiny: Path, tmp_path: Path) 
         ["potluck-stage", "host:notaport"],
         ["potluck-stage", ":7946"],
     ],
-    ids=lambda line: " ".join(line),
+    ids=" ".join,
 )
 def test_a_wrong_flag_ends_with_status_2_and_a_line(line: list[str], tiny: Path) -> None:
     more = ["-m", str(tiny)] if line[:2] == ["potluck", "bench"] else []

@@ -238,18 +238,19 @@ def test_a_broker_that_is_stopped_tells_its_clients_at_once_and_frees_its_ports(
                     await streams.one(client, "hello", NEW_TOKENS)
             ended.append(str(caught.value))
 
-        async def over_rest() -> None:
+        async def rest_stream() -> None:
+            settings = {"max_tokens": NEW_TOKENS, "extra_body": {"ignore_eos": True}}
             async with whole.openai() as client:
-                stream = await client.completions.create(
-                    model="tiny",
-                    prompt="a",
-                    max_tokens=NEW_TOKENS,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                with pytest.raises(openai.APIError) as caught:
-                    async for _ in stream:
-                        pass
+                async for _ in await client.completions.create(
+                    model="tiny", prompt="a", stream=True, **settings
+                ):
+                    pass
+
+        async def over_rest() -> None:
+            with pytest.raises(
+                openai.APIError
+            ) as caught:  # the stream's last event, or 503 if it never began
+                await rest_stream()
             ended.append(str(caught.value))
 
         async with asyncio.TaskGroup() as group:

@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 
 from potluck.broker.effects import RequestFailed, RequestFinished
 from potluck.broker.rest_chat import ChatBody
@@ -291,7 +291,8 @@ def check(play: Play, ask: Ask, call: Call) -> None:
 
 @pytest.mark.timeout(900)
 @settings(
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
 @given(script=scripts)
 def test_a_hundred_requests_keep_every_invariant_while_stages_come_and_go_and_clients_leave(
