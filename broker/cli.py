@@ -43,7 +43,6 @@ from potluck.runtime.address import (
     split_address,
 )
 from potluck.runtime.command import Command
-from potluck.runtime.latency import prefer_latency
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
@@ -127,7 +126,6 @@ def main(
     Start this on one machine, then potluck-stage on each device, with this machine's address.
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
-    prefer_latency()
     facts = read_facts(model)
     settings = BrokerConfig(
         heartbeat_s=heartbeat,

@@ -19,7 +19,6 @@ import psutil
 from potluck.model.paths import cache_dir
 from potluck.runtime.address import CONTROL_PORT, control_endpoint, split_address
 from potluck.runtime.command import Command
-from potluck.runtime.latency import prefer_latency
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
@@ -88,7 +87,6 @@ def main(
     Start potluck-broker on one machine first; it prints its address.
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
-    prefer_latency()  # and the compute thread asks for the opposite
     pin(cpus)  # before any thread of llama.cpp starts: threads inherit it
     threads = threads or default_threads()
     bound, advertised = addresses(broker, listen_address)

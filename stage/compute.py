@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from potluck.runtime.latency import prefer_throughput
-
 log = logging.getLogger("potluck.stage")
 
 
@@ -80,7 +78,6 @@ class ThreadLane:
             log.warning("the compute thread is still busy; it is left behind")
 
     def _run(self) -> None:
-        prefer_throughput()
         free_s = self._clock()
         while (job := self._queue.get()) is not None and not self._closed:
             begun_s = self._clock()
