@@ -23,11 +23,16 @@ class BrokerConfig:
     """Plan only once this many stages have joined."""
     settle_s: float = 1.0
     """After a stage joined or left, wait this long for others before planning."""
-    load_timeout_s: float = 300.0
+    load_timeout_s: float = 1800.0
     """A stage that reports no progress for this long while loading has failed."""
-    batch_timeout_s: float = 60.0
-    """A micro-batch that is not back after this long means a broken chain."""
-    wait_limit_s: float = 120.0
+    batch_timeout_s: float = 600.0
+    """A chain whose first micro-batch is not back after this long is broken; afterwards its own pace is the measure.
+    An old laptop with a large model takes minutes for its first chunk of a prompt, weights read from the disk."""
+    least_batch_timeout_s: float = 30.0
+    """However fast a chain is, a micro-batch is waited for this long."""
+    patience: float = 10.0
+    """A micro-batch may take this many times what the slowest so far took per token."""
+    wait_limit_s: float = 600.0
     """How long running requests wait for a new chain before they fail."""
     activation: str = "f32"
     exact: bool = False

@@ -14,7 +14,7 @@ from potluck.broker.events import (
     StageBroke,
     TimePassed,
 )
-from potluck.broker.state import Chain, Stage
+from potluck.broker.state import Chain, InFlight, Stage
 from potluck.wire.errors import (
     Phase,
     StageError,
@@ -32,11 +32,12 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
     for chain in list(core.state.chains.values()):
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
-            if core.now >= oldest.sent_s + core.config.batch_timeout_s:
+            allowed = allowed_s(core, chain, oldest)
+            if core.now >= oldest.sent_s + allowed:
                 stage = stuck_at(core, chain)
                 stage.suspect = True
                 error = StageError(
-                    f"A micro-batch did not come back within {core.config.batch_timeout_s:g} s.",
+                    f"A micro-batch of {oldest.tokens} tokens did not come back within {allowed:.0f} s.",
                     hint="This stage hangs, or a link to or from it is cut; others are preferred until it joins anew.",
                     device=stage.device,
                     stage=stage.stage,
@@ -57,6 +58,15 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
             )
             core.tell(request.request, event.cause, "waited too long for a chain")
             yield requests.fail(core.state, request, failure)
+
+
+def allowed_s(core: Core, chain: Chain, flight: InFlight) -> float:
+    """How long a micro-batch may take: by what the chain has needed per token so far, queueing included."""
+    config = core.config
+    if chain.slowest_token_s is None:
+        return config.batch_timeout_s
+    floor = min(config.least_batch_timeout_s, config.batch_timeout_s)
+    return max(floor, config.patience * chain.slowest_token_s * flight.tokens)
 
 
 def stuck_at(core: Core, chain: Chain) -> Stage:
@@ -88,7 +98,7 @@ def next_deadline(core: Core) -> float | None:
     for chain in core.state.chains.values():
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
-            times.append(oldest.sent_s + core.config.batch_timeout_s)
+            times.append(oldest.sent_s + allowed_s(core, chain, oldest))
         elif not chain.open:
             times.append(plans.load_deadline(core, chain))
     if not core.state.ready and core.state.waiting:

@@ -108,7 +108,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     if chain.ready == set(chain.stages):
         chain.open = True
         yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
-        yield Report("info", f"Chain {chain.chain} serves, epoch {chain.epoch}.")
+        yield Report("info", f"Chain {chain.chain} serves.")
         if core.has_spares():
             core.ask_for_plan(core.config.settle_s)
 

@@ -53,7 +53,7 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
     core.state.epoch = Epoch(core.state.epoch + 1)
     epoch = core.state.epoch
     for reason in plan.reasons:
-        yield Report("info", f"Epoch {epoch}: {reason}")
+        yield Report("info", f"Planned: {reason}")
     for index, chain_plan in enumerate(plan.chains):
         chain = Chain(ChainId(index), epoch, chain_plan, [None] * core.config.slots)
         core.state.chains[chain.chain] = chain
@@ -137,7 +137,7 @@ def break_chain_of(core: Core, stage: Stage, cause: str, why: str) -> Iterator[E
     """Ends the chain that a stage is part of; a new plan is due at once."""
     if stage.chain is not None:
         chain = core.state.chains[stage.chain]
-        yield Report("warning", f"Chain {chain.chain} of epoch {chain.epoch} is broken: {why}.")
+        yield Report("warning", f"Chain {chain.chain} is broken: {why}.")
         yield from close(core, chain, cause, why)
         core.ask_for_plan(0.0)
 

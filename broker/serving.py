@@ -93,6 +93,8 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         return
     del chain.in_flight[event.batch]
     chain.returned += 1
+    token_s = (core.now - flight.sent_s) / max(1, flight.tokens)
+    chain.slowest_token_s = max(chain.slowest_token_s or 0.0, token_s)
     count(core, chain, event.hops)
     at = 0
     for entry in flight.entries:
@@ -130,7 +132,7 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
         if stage.breaks >= MAX_BREAKS:
             stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
     hit = {entry.request for entry in flight.entries}
-    yield Report("warning", f"Chain {chain.chain} of epoch {chain.epoch} is broken: {event.error.what}")
+    yield Report("warning", f"Chain {chain.chain} is broken: {event.error.what}")
     yield from plans.close(core, chain, event.cause, event.error.what)
     core.ask_for_plan(0.0)
     for name in sorted(hit):

@@ -124,6 +124,8 @@ class Chain:
     open: bool = False
     in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
     returned: int = 0
+    slowest_token_s: float | None = None
+    """The longest that a micro-batch took, per token, from being sent to its result; None before the first."""
     """Micro-batches that came out of it."""
 
     @property

@@ -30,6 +30,7 @@ from potluck.wire.errors import (
     MalformedError,
     NoBrokerError,
     PotluckError,
+    UnavailableError,
     WireError,
 )
 from potluck.wire.frames import Buffer
@@ -51,6 +52,8 @@ from potluck.wire.messages import (
 from potluck.wire.sampling import Sampling
 
 T = TypeVar("T")
+ASK_S = 5.0
+"""After this long without news of a request the broker is asked whether it is still there."""
 _Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
 
 ACCEPT: frozenset[type] = frozenset({Accepted, Delta, Finished, Rejected, StateView, Refused})
@@ -66,9 +69,12 @@ class Answer:
 
 
 class Client:
-    """One connection to one broker. `timeout_s` is the longest silence that is waited through."""
+    """One connection to one broker. `timeout_s` is the longest silence of the broker that is waited through.
 
-    def __init__(self, broker: str, *, timeout_s: float = 300.0, transport: Transport | None = None) -> None:
+    A broker that computes a long prompt is not silent: it is asked for its state now and then, and answers.
+    """
+
+    def __init__(self, broker: str, *, timeout_s: float = 20.0, transport: Transport | None = None) -> None:
         self.broker = broker
         self.timeout_s = timeout_s
         self._own_transport = transport is None
@@ -77,7 +83,11 @@ class Client:
         self._dealer = self._transport.dealer(where, f"client-{secrets.token_hex(8)}")
         self._streams: dict[str, asyncio.Queue[_Heard]] = {}
         self._views: list[asyncio.Future[StateView]] = []
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._loop.time()
+        self._broker_born_s = float("-inf")
+        """When the broker was started, on this side's clock."""
+        self._reader = self._loop.create_task(self._read())
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,15 +170,17 @@ class Client:
         queue: asyncio.Queue[_Heard] = asyncio.Queue()
         self._streams[name] = queue
         over = False
+        begun_s = self._heard_s = self._loop.time()
         try:
             if not self._dealer.send(frames):
                 raise self._silence(0.0)
             while True:
                 try:
-                    async with asyncio.timeout(self.timeout_s):
+                    async with asyncio.timeout(min(ASK_S, self.timeout_s / 2)):
                         message = await queue.get()
                 except TimeoutError:
-                    raise self._silence(self.timeout_s) from None
+                    self._check_broker(begun_s)
+                    continue
                 if isinstance(message, Rejected | Refused):
                     over = True
                     raise message.error.restore()
@@ -181,15 +193,30 @@ class Client:
             if not over:
                 self._dealer.send(encode(Cancel(name)))
 
+    def _check_broker(self, begun_s: float) -> None:
+        """Asks a broker that says nothing for its state. Raises NoBrokerError if it has said nothing for too long, and
+        UnavailableError if it was started anew since the request began.
+        """
+        silent_s = self._loop.time() - self._heard_s
+        if silent_s >= self.timeout_s:
+            raise self._silence(self.timeout_s)
+        if self._broker_born_s > begun_s:
+            raise UnavailableError(
+                "The broker was restarted, and the request is lost.", hint="Send it again."
+            )
+        self._dealer.send(encode(StateQuery()))
+
     async def _read(self) -> None:
         while True:
             frames = await self._dealer.recv()
+            self._heard_s = self._loop.time()
             try:
                 message = decode(frames, ACCEPT).message
             except WireError as error:
                 message = Refused(ErrorInfo.of(error))
             match message:
                 case StateView():
+                    self._broker_born_s = self._heard_s - message.uptime_s
                     for future in self._views:
                         if not future.done():
                             future.set_result(message)
@@ -247,7 +274,7 @@ def _frames(submit: Submit) -> list[Buffer]:
 class SyncClient:
     """The same without asyncio: the connection lives on a thread of its own."""
 
-    def __init__(self, broker: str, *, timeout_s: float = 300.0) -> None:
+    def __init__(self, broker: str, *, timeout_s: float = 20.0) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="potluck-client", daemon=True)
         self._thread.start()

@@ -224,7 +224,7 @@ class StageMachine:
         except MalformedError as error:
             yield from self._conclude(wanted, error, event.cause)
             return
-        yield Report("info", f"Epoch {event.epoch}: {layers}, stage {assign.index + 1} of {assign.stages}.")
+        yield Report("info", f"Assigned {layers}, as stage {assign.index + 1} of {assign.stages}.")
         yield ConnectNext(event.epoch, assign.next_endpoint, assign.results_endpoint)
         yield from self._pursue()
 
@@ -235,7 +235,7 @@ class StageMachine:
         self.state.epoch, self.state.spoken, self.state.sums = event.epoch, True, Sums()
         self._tell(f"epoch {event.epoch}", event.cause, "released")
         yield from self._cancel_load()
-        yield Report("info", f"Epoch {event.epoch}: nothing to serve, standing by.")
+        yield Report("info", "Nothing to serve, standing by.")
 
     def _is_news(self, epoch: Epoch) -> bool:
         """Whether the broker's word on this epoch is the first one, and of no older epoch."""
@@ -311,7 +311,7 @@ class StageMachine:
         if isinstance(outcome, Ready):
             wanted.outcome = outcome
             text = f"ready after {outcome.load_s:.1f} s"
-            yield Report("info", f"Epoch {wanted.epoch}: {text}.")
+            yield Report("info", f"{text[:1].upper()}{text[1:]}.")
         else:
             error = self._placed(outcome, Phase.LOAD)
             wanted.outcome = StageFailed(ErrorInfo.of(error))

@@ -123,7 +123,7 @@ def ps(broker: str, as_json: bool) -> None:
         console = Console(highlight=False)
         state = "serving" if view.ready else f"not serving: {view.detail}"
         console.print(
-            f"{view.model}, epoch {view.epoch}, {state}; {view.running} running, {view.queued} waiting, "
+            f"{view.model}, {state}; {view.running} running, {view.queued} waiting, "
             f"{view.slots} slots of {view.context_tokens} tokens."
         )
         if view.stages:

@@ -263,6 +263,34 @@ def test_micro_batch_that_never_comes_back_breaks_the_chain_and_its_requests_go_
     assert tuple(world.tokens[request]) == continuation((1, 2, 3), 3)
 
 
+def test_how_long_a_micro_batch_may_take_follows_the_pace_of_its_chain() -> None:
+    world = CoreWorld(BrokerConfig(slots=2, context_tokens=200, chunk_tokens=50, settle_s=0.0, patience=10.0))
+    world.start("a", "b")
+    epoch = world.core.state.epoch
+    slow = ask(world, "slow", prompt=tuple(range(50)), limit=3)
+    world.wait(500)  # an old laptop reads its weights from the disk
+    world.move_one()
+    ask(world, "second", prompt=tuple(range(50)), limit=1)
+    world.wait(600)  # 10 s per token so far: 50 tokens may take 5,000 s, one token 100 s
+    assert world.core.state.epoch == epoch + 1
+    world.settle()
+    assert tuple(world.tokens[slow]) == continuation(tuple(range(50)), 3)
+
+
+def test_a_fast_chain_that_stops_is_found_in_seconds() -> None:
+    world = CoreWorld(BrokerConfig(slots=2, context_tokens=64, settle_s=0.0))
+    world.start("a", "b")
+    request = ask(world, "r", limit=20)
+    for _ in range(3):
+        world.wait(0.1)
+        world.move_one()
+    epoch = world.core.state.epoch
+    world.wait(world.config.least_batch_timeout_s + 1)
+    assert world.core.state.epoch == epoch + 1
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation((1, 2, 3), 20)
+
+
 def test_requests_wait_for_new_stages_up_to_the_limit_and_then_fail_naming_what_is_missing() -> None:
     world = CoreWorld(BrokerConfig(wait_limit_s=10.0))
     (a,) = world.start("a")

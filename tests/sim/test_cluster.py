@@ -9,9 +9,9 @@ from contextlib import aclosing
 
 import pytest
 
-from potluck.runtime.client import Answer, Client
+from potluck.runtime.client import ASK_S, Answer, Client
 from potluck.stage.engines.fake import FakeEngine
-from potluck.wire.errors import UnavailableError
+from potluck.wire.errors import NoBrokerError, UnavailableError
 from potluck.wire.messages import (
     Assign,
     BatchDone,
@@ -472,3 +472,43 @@ def test_one_sequence_takes_the_stages_costs_and_the_links_delays_per_token() ->
         assert per_token_s == pytest.approx(sum(costs.values()) + 4 * links)
 
     in_house(story, weather=Forecast(delay_s=0.005))
+
+
+def test_a_zmq_client_whose_broker_dies_is_told_so_and_does_not_wait_for_ever() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", cost=Cost(batch_s=1.0))
+        client = house.client()
+        running = asyncio.ensure_future(client.complete(tokens=PROMPT, max_tokens=500, sampling=GREEDY))
+        await house.until(lambda: house.server.view().running == 1)
+        await house.kill(BROKER)
+        begun = house.now
+        with pytest.raises(NoBrokerError, match="No broker answers"):
+            await running
+        assert house.now - begun <= client.timeout_s + 2 * ASK_S
+        house.start_broker()
+
+    in_house(story)
+
+
+def test_a_zmq_client_whose_broker_was_started_anew_hears_that_its_request_is_lost() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", cost=Cost(batch_s=1.0))
+        client = house.client()
+        running = asyncio.ensure_future(client.complete(tokens=PROMPT, max_tokens=500, sampling=GREEDY))
+        await house.until(lambda: house.server.view().running == 1)
+        await house.kill(BROKER)
+        house.start_broker()
+        with pytest.raises(UnavailableError, match="restarted"):
+            await running
+
+    in_house(story)
+
+
+def test_a_long_silence_of_a_request_is_no_silence_of_the_broker() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", cost=Cost(batch_s=25.0))
+        client = house.client()
+        assert client.timeout_s < 25
+        await ask(client, n=2)
+
+    in_house(story, config=dataclasses.replace(CONFIG, batch_timeout_s=600.0))
