@@ -47,12 +47,15 @@ from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
 from potluck.runtime.zmq_transport import ZmqTransport
-from potluck.wire.errors import PortInUseError
+from potluck.wire import limits
+from potluck.wire.errors import PortInUseError, SettingsError
 from potluck.wire.ids import Epoch
 
 log = logging.getLogger("potluck.broker")
 
 WEB_STOP_S = 3.0
+ONE_SIGNAL_S = 0.5
+"""A terminal and a wrapper may both send the same Ctrl-C: within this time it is one."""
 ANY = ("0.0.0.0", "*", "::")
 """Listening on every address."""
 
@@ -78,7 +81,10 @@ ANY = ("0.0.0.0", "*", "::")
 )
 @click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences served at the same time.")
 @click.option(
-    "--context", default=2048, type=click.IntRange(16), help="Tokens of one sequence, answer included."
+    "--context",
+    default=2048,
+    type=click.IntRange(16, limits.PROMPT_TOKENS),
+    help="Tokens of one sequence, answer included.",
 )
 @click.option("--chunk", default=64, type=click.IntRange(1, 4096), help="Prompt tokens in one micro-batch.")
 @click.option("--queue", default=256, type=click.IntRange(0), help="Requests that may wait for a slot.")
@@ -163,6 +169,11 @@ def make_machine(
     results_port: int,
 ) -> BrokerMachine:
     """The core for one model. Raises UnsupportedArchitectureError, SettingsError before anything is opened."""
+    if not 0 < len(name) <= limits.NAME_CHARS:
+        raise SettingsError(
+            f"The model's name has {len(name)} characters; up to {limits.NAME_CHARS} can be.",
+            hint="Give a short --alias.",
+        )
     rules = rules_for(facts, allow_unlisted=is_verified(cache_dir(), facts))
     shape = shape_of(facts, rules, name)
     if isinstance(planner, ManualPlanner):
@@ -188,6 +199,9 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
         stack.callback(transport.close)
         prompts = ModelPrompts(facts, datetime.now)
         stack.callback(prompts.close)
+        log.debug(
+            "The longest token has %d bytes.", prompts.longest_piece
+        )  # looked up now, not at the first request
         rest = None if where.http == "off" else _bind_http(where.http)
         if rest is not None:
             stack.callback(rest.close)
@@ -280,12 +294,14 @@ def _web(server: BrokerServer) -> _Web:
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
     """SIGINT and SIGTERM call `stop`; a second one ends the process at once."""
     loop = asyncio.get_running_loop()
-    seen = 0
+    seen, first_s = 0, 0.0
 
     def on_signal(number: signal.Signals) -> None:
-        nonlocal seen
+        nonlocal seen, first_s
         seen += 1
-        if seen > 1:
+        if seen == 1:
+            first_s = loop.time()
+        elif loop.time() - first_s > ONE_SIGNAL_S:
             sys.stderr.write("Stopped at once.\n")
             raise SystemExit(128 + number)
         stop()

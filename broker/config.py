@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BrokerConfig:
-    """Seconds, tokens and counts; every one can be set by the user."""
+    """Seconds, tokens and counts."""
 
     heartbeat_s: float = 1.0
     misses: int = 3

@@ -34,6 +34,8 @@ class Core:
     """When somebody could next be lost."""
     planned_once: bool = False
     last_error: PotluckError | None = None
+    plan_error: PotluckError | None = None
+    """Why the last plan could not be made."""
 
     @property
     def wanted(self) -> int:
@@ -72,6 +74,10 @@ class Core:
             return "Loading: " + ", ".join(f"{s.device} ({s.detail or 'starting'})" for s in loading) + "."
         usable = len(self.usable())
         if usable < self.wanted:
-            failed = f" Last error: {self.last_error}" if self.last_error else ""
-            return f"{usable} of at least {self.wanted} stages have joined.{failed}"
+            broken = [stage.device for stage in stages if stage.status is StageStatus.FAILED]
+            there = f"can serve, {', '.join(broken)} failed" if broken else "have joined"
+            last = f" Last error: {self.last_error}" if self.last_error else ""
+            return f"{usable} of at least {self.wanted} stages {there}.{last}"
+        if self.plan_error is not None:
+            return str(self.plan_error)
         return "The stages have joined, planning is due."

@@ -33,7 +33,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
             allowed = allowed_s(core, chain, oldest)
-            if core.now >= oldest.sent_s + allowed:
+            if core.now >= max(oldest.sent_s, chain.moved_s) + allowed:
                 stage = stuck_at(core, chain)
                 stage.suspect = True
                 error = StageError(
@@ -61,7 +61,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
 
 
 def allowed_s(core: Core, chain: Chain, flight: InFlight) -> float:
-    """How long a micro-batch may take: by what the chain has needed per token so far, queueing included."""
+    """How long the next micro-batch may take to come out, by what the chain has needed per token so far."""
     config = core.config
     if chain.slowest_token_s is None:
         return config.batch_timeout_s
@@ -98,7 +98,7 @@ def next_deadline(core: Core) -> float | None:
     for chain in core.state.chains.values():
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
-            times.append(oldest.sent_s + allowed_s(core, chain, oldest))
+            times.append(max(oldest.sent_s, chain.moved_s) + allowed_s(core, chain, oldest))
         elif not chain.open:
             times.append(plans.load_deadline(core, chain))
     if not core.state.ready and core.state.waiting:

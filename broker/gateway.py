@@ -15,12 +15,21 @@ import msgspec
 
 from potluck.broker.effects import RequestAccepted, RequestFailed, RequestFinished, RequestText
 from potluck.broker.events import BrokerEvent, RequestCancelled, RequestSubmitted
-from potluck.wire.errors import InvalidValueError, PotluckError, UnknownModelError
+from potluck.wire.errors import (
+    ContextExceededError,
+    InvalidValueError,
+    Phase,
+    PotluckError,
+    UnknownModelError,
+)
 from potluck.wire.ids import RequestId
 from potluck.wire.messages import ChatMessage, StateView, Submit
 
 StreamEvent: TypeAlias = RequestText | RequestFinished
 """What a ticket yields: text as it comes, and how it ended."""
+
+SPAN = 2
+"""A token may stand for more characters than its piece has: a tokenizer may drop some before it looks them up."""
 
 Sink: TypeAlias = Callable[[RequestText | RequestFinished | RequestFailed], None]
 """Takes a request's events as they come, on the event loop, without waiting."""
@@ -40,6 +49,10 @@ class PromptCodec(Protocol):
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token, which may be part of a character."""
+
+    @property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token."""
 
 
 @dataclass(slots=True)
@@ -85,10 +98,13 @@ class Gateway:
         feed: Callable[[BrokerEvent], None],
         random_seed: Callable[[], int],
         view: Callable[[], StateView],
+        context_tokens: int = 0,
     ) -> None:
+        """`context_tokens` is what one sequence holds, 0 if it is not known."""
         self.model = model
         self.codec = codec
         self.view = view
+        self.context_tokens = context_tokens
         self._feed = feed
         self._random_seed = random_seed
         self._tickets: dict[RequestId, Ticket] = {}
@@ -107,9 +123,29 @@ class Gateway:
             )
         if submit.tokens is not None:
             return submit.tokens
+        self._check_length(submit)
         if submit.messages is not None:
             return tuple(self.codec.encode_chat(submit.messages))
         return tuple(self.codec.encode_prompt(submit.prompt or ""))
+
+    def _check_length(self, submit: Submit) -> None:
+        """Refuses what can't fit the context before it is tokenized: that takes seconds for a few million characters,
+        and the whole broker waits meanwhile. Raises ContextExceededError.
+        """
+        if self.context_tokens == 0:
+            return
+        texts = [submit.prompt or ""] if submit.messages is None else [m.content for m in submit.messages]
+        size = sum(len(text) for text in texts)
+        least = size // (SPAN * self.codec.longest_piece)
+        if self.context_tokens <= least:
+            raise ContextExceededError(
+                f"The prompt has {size} characters, at least {least} tokens; the context holds {self.context_tokens}.",
+                hint="Shorten the prompt, or start the broker with a larger --context.",
+                phase=Phase.SUBMIT,
+                param="prompt",
+                n_prompt_tokens=least,
+                n_ctx=self.context_tokens,
+            )
 
     def submit(self, submit: Submit, cause: str, sink: Sink | None = None) -> Ticket:
         """Starts a request. Raises the RequestError or UnavailableError that refuses it."""

@@ -106,7 +106,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
     yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")
     if chain.ready == set(chain.stages):
-        chain.open = True
+        chain.open, core.last_error = True, None
         yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
         yield Report("info", f"Chain {chain.chain} serves.")
         if core.has_spares():
@@ -140,6 +140,8 @@ def remove(core: Core, name: StageId, cause: str, reason: str, *, forget: bool =
         f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
     )
     yield Report("warning", f"{stage.device} is gone: {reason}.")
+    if not core.state.chains:  # whatever kept a plan from being made may be gone with it
+        core.ask_for_plan(0.0)
 
 
 def watch(core: Core) -> None:

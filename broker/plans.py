@@ -41,9 +41,10 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
     try:
         plan = best_plan(core, usable)
     except PlanError as error:
-        core.last_error = error
+        core.last_error = core.plan_error = error
         yield Report("error", str(error))
         return
+    core.plan_error = None
     wanted = {place.stage for chain in plan.chains for place in chain.stages}
     if whole and wanted == {name for chain in core.state.chains.values() for name in chain.stages}:
         return

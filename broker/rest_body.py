@@ -59,7 +59,7 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
     """0 and -1 switch it off."""
     top_p: Unit | None = None
     min_p: Unit | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=65_536)] | None = None
     """How many of the last tokens the penalties count: 0 none, -1 all."""
     ignore_eos: bool | None = None

@@ -63,7 +63,10 @@ def error_response(error: PotluckError, **beside: object) -> Response:
     """The whole HTTP answer; `beside` stands next to `error` in its body. 429 and 503 say when to come back."""
     headers = {}
     if error.http_status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        headers["retry-after"] = str(math.ceil(float(error.facts.get("retry_after_s", RETRY_AFTER_S))))
+        after = error.facts.get("retry_after_s")
+        if not isinstance(after, int | float) or not 0 <= after < math.inf:
+            after = RETRY_AFTER_S
+        headers["retry-after"] = str(math.ceil(after))
     return json_response({"error": error_object(error), **beside}, error.http_status, headers)
 
 

@@ -44,7 +44,8 @@ from potluck.broker.machine import BrokerMachine
 from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
 from potluck.runtime.transport import Push, Transport
-from potluck.wire.errors import MalformedError, PotluckError, UnavailableError, WireError
+from potluck.wire import limits
+from potluck.wire.errors import FrameTooLargeError, MalformedError, PotluckError, UnavailableError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, StageId
 from potluck.wire.messages import (
@@ -74,6 +75,7 @@ log = logging.getLogger("potluck.broker")
 CONTROL: frozenset[type] = frozenset(
     {Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Submit, Cancel, StateQuery}
 )
+LATE_S = 0.1
 RESULTS: frozenset[type] = frozenset({BatchDone, BatchFailed})
 
 
@@ -116,7 +118,9 @@ class BrokerServer:
         random_seed: Callable[[], int],
     ) -> None:
         self.machine = machine
-        self.gateway = Gateway(machine.model.name, codec, self.feed, random_seed, self.view)
+        self.gateway = Gateway(
+            machine.model.name, codec, self.feed, random_seed, self.view, machine.config.context_tokens
+        )
         self.clients = ZmqClients(self.gateway, self._reply)
         self.refused_frames = 0
         self._transport = transport
@@ -202,6 +206,13 @@ class BrokerServer:
         self._timer = None if due is None else self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
+        if self._timer_due_s is not None and self._loop.time() - self._timer_due_s > LATE_S:
+            # This loop was held up: what came meanwhile is read first, or its silence would be taken for theirs.
+            self._timer = self._loop.call_later(LATE_S, self._time_passed)
+            return
+        self._time_passed()
+
+    def _time_passed(self) -> None:
         self._timer = self._timer_due_s = None
         self.feed(TimePassed(cause="timer"))
 
@@ -216,9 +227,16 @@ class BrokerServer:
                 self.gateway.deliver(effect)
             case SendToStage(stage, message, epoch):
                 self._control.send(stage.encode(), encode(message, epoch))
-            case OpenChain(chain, _, endpoint):
+            case OpenChain(chain, epoch, endpoint):
                 # a stage on this machine gives 0.0.0.0: the broker's own host
-                self._links[chain] = _Link(self._transport.push(seen_from("tcp://127.0.0.1:0", endpoint)))
+                try:
+                    push = self._transport.push(seen_from("tcp://127.0.0.1:0", endpoint))
+                except PotluckError as error:
+                    first = self.machine.state.chains[chain].stages[0]
+                    broke = StageBroke(cause="broker", stage=first, epoch=epoch, error=error)
+                    self._loop.call_soon(self.feed, broke)
+                else:
+                    self._links[chain] = _Link(push)
             case CloseChain(chain):
                 link = self._links.pop(chain, None)
                 if link is not None:
@@ -238,6 +256,8 @@ class BrokerServer:
             except WireError as error:
                 self._refuse(peer, error)
                 self._control.send(peer, encode(Refused(ErrorInfo.of(error)), self.machine.state.epoch))
+            except Exception:  # a fault of ours must cost one message, never the broker's hearing
+                log.exception("A message from %s could not be handled.", peer.hex())
 
     def _on_control(self, peer: bytes, envelope: Envelope) -> None:
         message = envelope.message
@@ -298,11 +318,17 @@ class BrokerServer:
                 self._on_result(decode(frames, RESULTS))
             except WireError as error:
                 self._refuse(b"", error)
+            except Exception:
+                log.exception("A result could not be handled.")
 
     def _on_result(self, envelope: Envelope) -> None:
         match envelope.message:
             case BatchDone() as done:
                 raw = envelope.arrays[0]
+                if memoryview(raw).nbytes > 4 * limits.BATCH_TOKENS:
+                    raise FrameTooLargeError(
+                        f"Results of {memoryview(raw).nbytes} bytes: at most {4 * limits.BATCH_TOKENS}."
+                    )
                 tokens = int32_array(raw, memoryview(raw).nbytes // 4)
                 self.feed(
                     BatchReturned(

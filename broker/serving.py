@@ -56,6 +56,7 @@ def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
         yield RequestFailed(event.request, error)
         return
     request = requests.new_request(event, core.config, core.now)
+    request.born = core.state.next_batch
     core.state.requests[request.request] = request
     core.state.waiting[request.request] = None
     core.tell(request.request, event.cause, f"accepted with {request.prompt_tokens} prompt tokens")
@@ -91,10 +92,12 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
             core, BatchBroke(cause=event.cause, epoch=event.epoch, batch=event.batch, error=error)
         )
         return
+    token_s = (core.now - max(flight.sent_s, chain.moved_s)) / max(1, flight.tokens)
+    chain.slowest_token_s = max(chain.slowest_token_s or 0.0, token_s)
+    if event.batch == next(iter(chain.in_flight)):
+        chain.moved_s = core.now
     del chain.in_flight[event.batch]
     chain.returned += 1
-    token_s = (core.now - flight.sent_s) / max(1, flight.tokens)
-    chain.slowest_token_s = max(chain.slowest_token_s or 0.0, token_s)
     count(core, chain, event.hops)
     at = 0
     for entry in flight.entries:
@@ -104,7 +107,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         logprobs = event.logprobs[at] if at < len(event.logprobs) else None
         at += 1
         request = core.state.requests.get(entry.request)
-        if request is None:
+        if request is None or event.batch < request.born:
             continue  # cancelled while the micro-batch was on its way
         core.state.tokens_out += 1
         effects, last_token = requests.take_token(request, token, logprobs, core.vocabulary, core.now)
@@ -127,17 +130,18 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
     yield Report("error", str(event.error))
     core.last_error = event.error
     stage = core.state.stages.get(blamed)
+    hit = {entry.request for entry in flight.entries}
     if stage is not None:
         stage.breaks += 1
-        if stage.breaks >= MAX_BREAKS:
+        stage.broke_with = hit if stage.breaks == 1 else stage.broke_with & hit
+        if stage.breaks >= MAX_BREAKS and not stage.broke_with:  # else it may be that one request's fault
             stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
-    hit = {entry.request for entry in flight.entries}
     yield Report("warning", f"Chain {chain.chain} is broken: {event.error.what}")
     yield from plans.close(core, chain, event.cause, event.error.what)
     core.ask_for_plan(0.0)
     for name in sorted(hit):
         request = core.state.requests.get(name)
-        if request is not None:
+        if request is not None and event.batch >= request.born:
             request.failures += 1
             if request.failures > recovery.MAX_REPLAYS:
                 yield requests.fail(core.state, request, event.error)
@@ -153,9 +157,9 @@ def count(core: Core, chain: Chain, hops: tuple[Hop, ...]) -> None:
             was = stage.hops
             stage.hops = HopSums(
                 was.batches + 1,
-                was.compute_s + hop.compute_s,
-                was.wait_s + hop.wait_s,
-                was.bytes_in + hop.bytes_in,
+                min(was.compute_s + hop.compute_s, 1e9),
+                min(was.wait_s + hop.wait_s, 1e9),
+                min(was.bytes_in + hop.bytes_in, 1 << 62),
             )
 
 

@@ -49,6 +49,8 @@ class Stage:
     error: PotluckError | None = None
     breaks: int = 0
     """Micro-batches in a row that broke on it."""
+    broke_with: set[RequestId] = field(default_factory=set)
+    """The requests that were in every one of those."""
     suspect: bool = False
     """Whether a micro-batch got stuck at it: others are preferred until it joins anew."""
 
@@ -72,6 +74,8 @@ class Request:
     started_s: float | None = None
     first_token_s: float | None = None
     waiting_since_s: float = 0.0
+    born: int = 0
+    """The first micro-batch that can be its own: a name may be used again while old tokens are on their way."""
     failures: int = 0
     """How often a micro-batch with this request broke."""
 
@@ -123,10 +127,12 @@ class Chain:
     ready: set[StageId] = field(default_factory=set)
     open: bool = False
     in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
+    moved_s: float = 0.0
+    """When the micro-batch that was oldest last came out."""
     returned: int = 0
-    slowest_token_s: float | None = None
-    """The longest that a micro-batch took, per token, from being sent to its result; None before the first."""
     """Micro-batches that came out of it."""
+    slowest_token_s: float | None = None
+    """The longest that a micro-batch took, per token, after the one before it; None before the first."""
 
     @property
     def stages(self) -> tuple[StageId, ...]:
@@ -174,7 +180,8 @@ class BrokerState:
             decoding: set[RequestId] = set()
             for flight in chain.in_flight.values():
                 for entry in flight.entries:
-                    if not flight.prefill:
+                    owner_now = self.requests.get(entry.request)
+                    if not flight.prefill and owner_now is not None and flight.batch >= owner_now.born:
                         assert entry.request not in decoding, (
                             f"{entry.request} has two tokens in flight at once"
                         )
@@ -191,7 +198,13 @@ class BrokerState:
             )
             if place is not None and request.rest == 0:
                 flights = self.chains[place[0]].in_flight.values()
-                owed = sum(e.wants for f in flights for e in f.entries if e.request == request.request)
+                owed = sum(
+                    e.wants
+                    for f in flights
+                    if f.batch >= request.born
+                    for e in f.entries
+                    if e.request == request.request
+                )
                 assert owed == 1, f"{request.request} waits for {owed} results instead of one"
         for owner in owners:
             assert owner in self.requests, f"ended request {owner} still owns a slot"

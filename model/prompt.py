@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Protocol
 
 from potluck.model.chat import ChatTemplate
@@ -41,6 +42,11 @@ class ModelPrompts:
     def piece(self, token: int) -> bytes:
         """The bytes a token adds to the text; empty for control tokens."""
         return self.tokenizer.piece(token)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token."""
+        return max((len(self.piece(token)) for token in range(self.size)), default=1) or 1
 
     def is_end(self, token: int) -> bool:
         """Whether the model ends its text with this token."""

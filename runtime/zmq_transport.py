@@ -25,6 +25,8 @@ _IN, _OUT, _NOBLOCK, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOC
 DATA_QUEUE = 4
 """Micro-batches that one data connection queues on each side."""
 CONTROL_QUEUE = 10_000
+IN_A_ROW = 64
+"""Messages read without a turn of the event loop: a peer that sends faster than they are handled must not stop it."""
 
 
 class _Socket:
@@ -52,6 +54,7 @@ class _Socket:
         self._fd = cast(int, socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._look)
         self._again = False
+        self._in_a_row = 0
         owner._sockets.add(self)
 
     # -- what ZeroMQ has to say
@@ -76,6 +79,10 @@ class _Socket:
         """The next multipart message as ZeroMQ's frames."""
         if not self._arrived:
             await self._fill()
+        self._in_a_row += 1
+        if self._in_a_row >= IN_A_ROW:
+            self._in_a_row = 0
+            await asyncio.sleep(0)
         return self._arrived.popleft()
 
     async def _fill(self) -> None:
@@ -89,6 +96,7 @@ class _Socket:
                 self._look_soon()
             if self._arrived:
                 return
+            self._in_a_row = 0
             self._reader = self._loop.create_future()
             try:
                 await self._reader

@@ -8,10 +8,10 @@ from typing import Literal, cast
 
 import click
 import msgspec
-from rich.console import Console
 
 from potluck.runtime.client import Client
 from potluck.runtime.command import Group, run
+from potluck.tools.console import make_console
 from potluck.wire.errors import UsageError
 from potluck.wire.sampling import Sampling
 
@@ -36,7 +36,7 @@ def demo(model: Path | None, prompt: str | None, max_tokens: int) -> None:
     from potluck.tools.demo import PROMPT, demo_model
     from potluck.tools.demo import demo as run_demo
 
-    run(run_demo(Console(), model or demo_model(), prompt or PROMPT, max_tokens))
+    run(run_demo(make_console(), model or demo_model(), prompt or PROMPT, max_tokens))
 
 
 @main.command()
@@ -45,8 +45,10 @@ def demo(model: Path | None, prompt: str | None, max_tokens: int) -> None:
 @click.option("--max-tokens", "-n", default=128, type=click.IntRange(1), help="Tokens of the answer at most.")
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the chat template.")
 @click.option("--system", help="A system message before the prompt.")
-@click.option("--temperature", default=0.8, type=click.FloatRange(0.0), help="0 takes the likeliest token.")
-@click.option("--top-k", default=40, type=click.IntRange(0))
+@click.option(
+    "--temperature", default=0.8, type=click.FloatRange(0.0, 100.0), help="0 takes the likeliest token."
+)
+@click.option("--top-k", default=40, type=click.IntRange(0, 1_000_000))
 @click.option("--top-p", default=0.95, type=click.FloatRange(0.0, 1.0))
 @click.option("--min-p", default=0.05, type=click.FloatRange(0.0, 1.0))
 @click.option(
@@ -77,7 +79,7 @@ def infer(
     from potluck.tools.infer import summary
 
     text = _prompt(prompt)
-    console = Console(highlight=False)
+    console = make_console()
     show_times = sys.stdout.isatty() if times is None else times
     try:
         sampling = msgspec.convert(
@@ -102,7 +104,7 @@ def infer(
             console.out(f"\n{answer.text}\n", highlight=False)
         else:
             console.out("")
-        Console(stderr=True, highlight=False).print(summary(answer))
+        make_console(stderr=True).print(summary(answer), markup=False)
 
     run(work())
 
@@ -120,11 +122,12 @@ def ps(broker: str, as_json: bool) -> None:
         if as_json:
             click.echo(msgspec.json.encode(view).decode())
             return
-        console = Console(highlight=False)
+        console = make_console()
         state = "serving" if view.ready else f"not serving: {view.detail}"
         console.print(
             f"{view.model}, {state}; {view.running} running, {view.queued} waiting, "
-            f"{view.slots} slots of {view.context_tokens} tokens."
+            f"{view.slots} slots of {view.context_tokens} tokens.",
+            markup=False,
         )
         if view.stages:
             console.print(device_table(view))

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
 from potluck.model.facts import read_facts
@@ -61,7 +62,7 @@ async def demo(console: Console, model: Path, prompt: str, max_tokens: int) -> N
         parts = [f"{stage.device}: layers {layers_text(stage.first, stage.end)}" for stage in view.stages]
         console.print(f"Chain   {'  ->  '.join(parts)}", highlight=False)
         console.print(f"Ready   after {time.perf_counter() - begin:.1f} s", highlight=False)
-        console.print(f"\n[bold]> {prompt}[/bold]")
+        console.print(f"\n[bold]> {escape(prompt)}[/bold]")
         run = await infer(
             client, prompt, raw=False, system=None, max_tokens=max_tokens, sampling=Sampling(temperature=0.0),
             seed=None, stop=(), console=console, times=False,
@@ -93,4 +94,4 @@ async def _after_next_beats(client: Client) -> StateView:
 
 
 def _show_loading(status: Status, view: StateView) -> None:
-    status.update(view.detail or "starting")
+    status.update(escape(view.detail or "starting"))

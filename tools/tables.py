@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.markup import escape
 from rich.table import Table
 
 from potluck.wire.messages import StateView
@@ -41,7 +42,7 @@ def stage_table(view: StateView) -> Table:
         count = max(1, hops.batches)
         lane = hops.compute_s + hops.wait_s
         table.add_row(
-            stage.device,
+            escape(stage.device),
             layers_text(stage.first, stage.end),
             str(hops.batches),
             f"{1000 * hops.compute_s / count:.1f}",
@@ -60,12 +61,12 @@ def device_table(view: StateView) -> Table:
     for stage in view.stages:
         place = "-" if stage.chain is None else f"{stage.chain}.{stage.index}"
         table.add_row(
-            stage.device,
-            f"{stage.state} ({stage.detail})" if stage.detail else stage.state,
+            escape(stage.device),
+            escape(f"{stage.state} ({stage.detail})") if stage.detail else stage.state,
             place,
             layers_text(stage.first, stage.end),
             bytes_text(stage.weights_bytes) if stage.weights_bytes else "-",
             f"{stage.last_beat_age_s:.1f} s",
-            stage.endpoint.removeprefix("tcp://"),
+            escape(stage.endpoint.removeprefix("tcp://")),
         )
     return table

@@ -38,6 +38,9 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     """Part of a data frame: its fields in order, without names."""
 
 
+_PARTS = frozenset({"self", "what", "hint", "device", "stage", "phase", "param"})
+
+
 class ErrorInfo(_Body, frozen=True):
     """A PotluckError on its way to another machine."""
 
@@ -49,6 +52,11 @@ class ErrorInfo(_Body, frozen=True):
     phase: Phase | None = None
     param: Text | None = None
     facts: Annotated[dict[Name, int | float | Text], Meta(max_length=16)] = {}
+
+    def __post_init__(self) -> None:
+        """msgspec makes a ValidationError of this: a fact by the name of an error's own part can't be restored."""
+        if not _PARTS.isdisjoint(self.facts):
+            raise ValueError(f"a fact may not be named {min(_PARTS & self.facts.keys())}")
 
     @classmethod
     def of(cls, error: PotluckError) -> ErrorInfo:

@@ -31,6 +31,11 @@ class FakeVocabulary:
         rest, vowel = divmod(index // len(_CONSONANTS), len(_VOWELS))
         return bytes((consonant, _VOWELS[vowel])) + (b"n" * rest) + (b" " if index % 3 == 0 else b"")
 
+    @property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.piece(token)) for token in range(self.size))
+
     def is_end(self, token: int) -> bool:
         """Whether the token ends a text."""
         return token == END_TOKEN

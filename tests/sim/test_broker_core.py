@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.sim.core_world import END, MODEL, VOCAB, CoreWorld, continuation
+from tests.sim.core_world import END, MODEL, SHAPE, VOCAB, CoreWorld, LetterVocabulary, continuation
 
 from potluck.broker.config import BrokerConfig
 from potluck.broker.effects import RequestFailed, RequestFinished
@@ -19,6 +19,9 @@ from potluck.broker.events import (
     StageLeft,
     StageRegistered,
 )
+from potluck.broker.machine import BrokerMachine
+from potluck.broker.state import StageStatus
+from potluck.planner.manual import ManualPlanner
 from potluck.wire.errors import (
     ContextExceededError,
     EngineError,
@@ -343,6 +346,99 @@ def test_results_that_do_not_fit_the_micro_batch_break_the_chain_and_not_the_req
     world.wait(1)
     world.settle()
     assert tuple(world.tokens[request]) == continuation((1, 2, 3), 2)
+
+
+def test_one_request_that_breaks_its_batches_does_not_cost_a_stage() -> None:
+    world = CoreWorld(BrokerConfig(settle_s=0.0))
+    _, b = world.start("a", "b")
+    poison = ask(world, "poison")
+    for _ in range(3):
+        while not world.core.state.ready:
+            world.wait(0.1)
+            world.load_one()
+        flight = next(iter(world.core.state.chains[ChainId(0)].in_flight.values()))
+        error = EngineError("The logits overflow.", stage=b)
+        world.feed(BatchBroke(cause="b", epoch=world.core.state.epoch, batch=flight.batch, error=error))
+    assert isinstance(world.ends[poison], RequestFailed)
+    world.wait(1)
+    world.settle()
+    assert {stage.status for stage in world.core.state.stages.values()} == {StageStatus.READY}
+
+
+def test_stage_on_which_everybody_s_batches_break_is_left_out() -> None:
+    world = CoreWorld(BrokerConfig(settle_s=0.0, slots=1))
+    _, b = world.start("a", "b")
+    ask(world, "first")
+    ask(world, "second", prompt=(9,))
+    for _ in range(4):  # three times the first request, which fails then, and once the second
+        while not world.core.state.ready:
+            world.wait(0.1)
+            world.load_one()
+        flight = next(iter(world.core.state.chains[ChainId(0)].in_flight.values()))
+        blamed = EngineError("Its memory is damaged.", stage=b)
+        world.feed(BatchBroke(cause="b", epoch=world.core.state.epoch, batch=flight.batch, error=blamed))
+    assert world.core.state.stages[b].status is StageStatus.FAILED
+    world.wait(1)
+    world.settle()
+    ends_well(world, RequestId("second"))
+
+
+def test_a_name_used_again_does_not_get_the_tokens_of_the_request_that_was_cancelled() -> None:
+    world = CoreWorld()
+    world.start("a", "b")
+    request = ask(world, "r", (1, 2, 3))
+    world.feed(RequestCancelled(cause="test", request=request))
+    world.ends.clear()
+    ask(world, "r", (7, 8, 9))
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation((7, 8, 9), 4)
+
+
+def assigned() -> CoreWorld:
+    """A world whose layers are assigned by hand to a and b."""
+    world = CoreWorld()
+    planner = ManualPlanner({"a": (0, 5), "b": (6, 11)})
+    world.core = BrokerMachine(
+        world.config, MODEL, SHAPE, LetterVocabulary(), planner, lambda stage: "tcp://x:1", "t"
+    )
+    return world
+
+
+def test_a_plan_is_made_once_what_was_in_its_way_is_gone() -> None:
+    world = assigned()
+    old = world.join("a")
+    world.wait(1.0)
+    world.alive.discard(old)  # killed, and started again under the same name
+    new = StageId("a/2")
+    world.alive.add(new)
+    world.feed(
+        StageRegistered(
+            cause=new, stage=new, device=DeviceName("a"), endpoint="tcp://a:1", models=(MODEL.fingerprint,)
+        )
+    )
+    world.join("b")
+    world.wait(30.0)
+    world.settle()
+    assert world.core.state.ready
+
+
+def test_missing_says_which_device_the_assignment_waits_for() -> None:
+    world = assigned()
+    world.join("a")
+    world.wait(2.0)
+    assert "waits for b" in world.core.missing
+
+
+def test_a_slow_chain_that_moves_is_not_taken_for_a_stuck_one() -> None:
+    world = CoreWorld(BrokerConfig(slots=4, context_tokens=256, chunk_tokens=8))
+    world.start("a", "b", "c")
+    request = ask(world, "r", tuple(range(1, 101)), 2)
+    world.wait(3 * 120.0)  # two minutes per chunk and stage
+    world.move_one()
+    for _ in range(20):
+        world.wait(120.0)
+        world.move_one()
+    ends_well(world, request)
 
 
 def test_story_tells_what_happened_to_a_request_and_by_whom() -> None:
