@@ -13,8 +13,8 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import aclosing
+from concurrent.futures import CancelledError, Future
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -31,6 +31,7 @@ from potluck.wire.errors import (
     NoBrokerError,
     PotluckError,
     UnavailableError,
+    UsageError,
     WireError,
 )
 from potluck.wire.frames import Buffer
@@ -272,10 +273,16 @@ def _frames(submit: Submit) -> list[Buffer]:
 
 
 class SyncClient:
-    """The same without asyncio: the connection lives on a thread of its own."""
+    """The same without asyncio: the connection lives on a thread of its own.
+
+    After `close`, calls and streams raise UsageError, also those that other threads wait for.
+    """
 
     def __init__(self, broker: str, *, timeout_s: float = 20.0) -> None:
         self._loop = asyncio.new_event_loop()
+        self._gate = threading.Lock()
+        """Held to hand work to the loop, so that none comes after the last."""
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="potluck-client", daemon=True)
         self._thread.start()
         try:
@@ -310,13 +317,27 @@ class SyncClient:
                 except _Ended:
                     return
         finally:
-            self._call(events.aclose())
+            with suppress(UsageError):  # closing the client has ended it
+                self._call(_end(events))
 
     def close(self) -> None:
-        """Closes the connection and ends the thread."""
-        if self._thread.is_alive():
-            self._call(self._client.close())
-            self._end_thread()
+        """Closes the connection and ends the thread. A second time it does nothing."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+            last = asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+        last.result()
+        self._end_thread()
+
+    async def _shut(self) -> None:
+        """Ends what still runs, so that its requests are cancelled before the connection closes."""
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+        await self._client.close()
 
     def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -324,9 +345,15 @@ class SyncClient:
         self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._gate:
+            if self._closed:
+                work.close()
+                raise _closed()
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise _closed() from None
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -342,6 +369,14 @@ async def _next(events: AsyncGenerator[Accepted | Delta | Finished]) -> Accepted
         return await anext(events)
     except StopAsyncIteration:
         raise _Ended from None
+
+
+async def _end(events: AsyncGenerator[Accepted | Delta | Finished]) -> None:
+    await events.aclose()
+
+
+def _closed() -> UsageError:
+    return UsageError("The client is closed.", hint="Make a new one.")
 
 
 class _Ended(Exception):

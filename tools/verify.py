@@ -82,6 +82,8 @@ class VerifyReport:
     allowed_difference: float
     top1_agreement: float
     tokens_equal: bool
+    same_tokens: tuple[int, ...]
+    """For each prompt, how many of its new tokens are the same before the first that differs."""
     passed: bool
     reason: str = ""
     marked_verified: bool = False
@@ -93,7 +95,11 @@ class VerifyReport:
     def to_text(self) -> str:
         """A few lines for a person."""
         ranges = ", ".join(f"[{a}, {b})" for a, b in pairwise(self.bounds))
-        text = "the same" if self.tokens_equal else "different"
+        text = (
+            "the same"
+            if self.tokens_equal
+            else f"the same for {', '.join(map(str, self.same_tokens))} tokens"
+        )
         lines = [
             f"{self.model} ({self.architecture}, {self.layers} layers) in {self.stages} stages: layers {ranges}",
             f"  compared    {self.positions_compared} positions, {self.activation} between stages",
@@ -157,7 +163,7 @@ def run_verify(
         with _chain(specs) as chain:
             progress(f"running it in {len(specs)} stages")
             found = plan.run(chain, activation, differences)
-    report = _report(facts, rules, bounds, activation, exact, plan, differences, expected == found)
+    report = _report(facts, rules, bounds, activation, exact, plan, differences, expected, found)
     if report.passed and not rules.listed and activation == "f32":
         mark_verified(cache, facts, {"cuts": str(list(report.cuts)), "positions": report.positions_compared})
         report = replace(report, marked_verified=True)
@@ -362,8 +368,10 @@ def _report(
     exact: bool,
     plan: _Batches,
     differences: _Differences,
-    equal: bool,
+    expected: list[list[int]],
+    found: list[list[int]],
 ) -> VerifyReport:
+    equal = expected == found
     agreement = differences.same_top / max(differences.rows, 1)
     if activation == "f16":
         share, wanted_agreement = _HALF_LIMITS
@@ -397,9 +405,15 @@ def _report(
         allowed_difference=allowed,
         top1_agreement=agreement,
         tokens_equal=equal,
+        same_tokens=tuple(_same(a, b) for a, b in zip(expected, found, strict=True)),
         passed=not reasons,
         reason="; ".join(reasons),
     )
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens are the same from the start."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 __all__ = ["VerifyReport", "run_verify"]

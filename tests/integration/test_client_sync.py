@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -9,7 +10,13 @@ import pytest
 
 from acceptance.cluster_world import FAST, World, free_port, idle, world
 from potluck.runtime.client import SyncClient
-from potluck.wire.errors import ContextExceededError, InvalidValueError, NoBrokerError, SettingsError
+from potluck.wire.errors import (
+    ContextExceededError,
+    InvalidValueError,
+    NoBrokerError,
+    SettingsError,
+    UsageError,
+)
 from potluck.wire.messages import Accepted, Delta, Finished
 from potluck.wire.sampling import GREEDY
 from tiny_models import write_tiny
@@ -68,6 +75,52 @@ def test_closing_the_client_ends_its_stream(single: World) -> None:
     client.close()
     client.close()  # a second time does nothing
     single.run(single.until(idle))
+
+
+@pytest.mark.filterwarnings("error")
+def test_calls_after_close_say_that_the_client_is_closed(single: World) -> None:
+    client = SyncClient(single.address)
+    begun, fresh = (client.stream("hello", max_tokens=450, ignore_eos=True) for _ in range(2))
+    assert isinstance(next(begun), Accepted)
+    client.close()
+    begun.close()  # type: ignore[attr-defined]
+    for call in (client.state, lambda: client.complete("hello"), lambda: next(fresh)):
+        with pytest.raises(UsageError, match="The client is closed"):
+            call()
+    gc.collect()
+    single.run(single.until(idle))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_stream_that_is_read_on_after_close_says_so(single: World) -> None:
+    client = SyncClient(single.address)
+    stream = client.stream("hello", max_tokens=450, ignore_eos=True)
+    assert isinstance(next(stream), Accepted)
+    client.close()
+    with pytest.raises(UsageError, match="The client is closed"):
+        next(stream)
+    del stream
+    gc.collect()
+
+
+def test_close_ends_what_another_thread_waits_for() -> None:
+    client = SyncClient(f"127.0.0.1:{free_port()}")
+    began, found = threading.Event(), []
+
+    def ask() -> None:
+        began.set()
+        try:
+            client.state(timeout_s=600)
+        except UsageError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    began.wait(10)
+    client.close()
+    thread.join(10)
+    assert len(found) == 1
+    assert "The client is closed" in found[0]
 
 
 def test_errors_are_raised_and_the_client_goes_on(client: SyncClient) -> None:
