@@ -29,7 +29,7 @@ def tokenizer(
 @given(text=st.text(max_size=50))
 def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     back = tokenizer.decode(tokenizer.encode(text, add_special=False)).decode()
-    assert back.removeprefix(" ") == text.removeprefix(" ")
+    assert back in (text, f" {text}")  # some tokenizers put a space before every text
 
 
 def test_bos_is_added_only_where_asked_and_only_once(tmp_path: Path) -> None:
