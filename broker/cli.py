@@ -7,11 +7,10 @@ import contextlib
 import json
 import logging
 import secrets
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -46,6 +45,7 @@ from potluck.runtime.command import Command
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
+from potluck.runtime.signals import stop_signals
 from potluck.runtime.zmq_transport import ZmqTransport
 from potluck.wire import limits
 from potluck.wire.errors import PortInUseError, SettingsError
@@ -54,8 +54,6 @@ from potluck.wire.ids import Epoch
 log = logging.getLogger("potluck.broker")
 
 WEB_STOP_S = 3.0
-ONE_SIGNAL_S = 0.5
-"""A terminal and a wrapper may both send the same Ctrl-C: within this time it is one."""
 ANY = ("0.0.0.0", "*", "::")
 """Listening on every address."""
 
@@ -227,7 +225,7 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
         log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
         log.info("On each device: potluck-stage %s --model FILE", _dial(server, where.address))
         stop = asyncio.Event()
-        with _signals(stop.set):
+        with stop_signals(lambda _: stop.set()):
             web = None
             if rest is not None:
                 web = _web(server)
@@ -288,34 +286,6 @@ def _web(server: BrokerServer) -> _Web:
         app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     return _Web(config)
-
-
-@contextlib.contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop`; a second one ends the process at once."""
-    loop = asyncio.get_running_loop()
-    seen, first_s = 0, 0.0
-
-    def on_signal(number: signal.Signals) -> None:
-        nonlocal seen, first_s
-        seen += 1
-        if seen == 1:
-            first_s = loop.time()
-        elif loop.time() - first_s > ONE_SIGNAL_S:
-            sys.stderr.write("Stopped at once.\n")
-            raise SystemExit(128 + number)
-        stop()
-
-    handled = (signal.SIGINT, signal.SIGTERM)
-    for number in handled:
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield
-    finally:
-        for number in handled:
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(number)
 
 
 if __name__ == "__main__":

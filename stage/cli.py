@@ -10,7 +10,6 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -22,6 +21,7 @@ from potluck.runtime.command import Command
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
+from potluck.runtime.signals import stop_signals
 from potluck.runtime.zmq_transport import ZmqTransport
 from potluck.stage.engines import NAMES
 from potluck.stage.settings import StageSettings, offers
@@ -114,33 +114,14 @@ async def serve(broker_endpoint: str, settings: StageSettings) -> int:
         stopping: set[asyncio.Task[None]] = set()
 
         def stop(number: signal.Signals) -> None:
-            if stopped:
-                sys.stderr.write("Stopped at once.\n")
-                os._exit(128 + number)
             stopped.append(number)
             stopping.add(asyncio.ensure_future(worker.stop(f"{number.name} came")))
 
-        with _signals(stop):
+        with stop_signals(stop):
             code = await worker.run()
         if worker.error is not None:
             click.echo(f"potluck-stage: {worker.error}", err=True)
         return 130 if stopped and stopped[0] is signal.SIGINT else code
-
-
-@contextlib.contextmanager
-def _signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop` on the event loop."""
-    loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM)
-    for number in handled:
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, stop, number)
-    try:
-        yield
-    finally:
-        for number in handled:
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(number)
 
 
 def addresses(broker: str, listen_address: str | None) -> tuple[str, str | None]:
