@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from potluck.stage.checks import check_assign, check_batch, phase_of
+from potluck.stage.batches import Batches
+from potluck.stage.checks import check_assign
 from potluck.stage.effects import (
     CancelLoad,
     ClearCaches,
@@ -19,11 +18,8 @@ from potluck.stage.effects import (
     Disconnect,
     Effect,
     Exit,
-    ForwardBatch,
     Report,
     SendControl,
-    SendResult,
-    StartCompute,
     StartLoad,
 )
 from potluck.stage.events import (
@@ -36,7 +32,6 @@ from potluck.stage.events import (
     ControlNotSent,
     ControlRefused,
     DataRefused,
-    Job,
     LoadCancelled,
     LoadFailed,
     LoadFinished,
@@ -55,12 +50,9 @@ from potluck.stage.state import Assignment, Held, Load, SliceKey, StageIdentity,
 from potluck.wire.errors import MalformedError, Phase, PotluckError, StageError, VersionMismatchError
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
-    BatchDone,
-    BatchFailed,
     ErrorInfo,
     Goodbye,
     Heartbeat,
-    Hop,
     Progress,
     Ready,
     StageFailed,
@@ -70,8 +62,6 @@ from potluck.wire.story import Story
 RELOAD_AFTER_BREAKS = 2
 """After this many failed micro-batches in a row the engine is not trusted any more: the next epoch loads it anew."""
 PROGRESS_EVERY_S = 0.5
-REPORT_EVERY_S = 10.0
-"""At most one line in this time about bad data frames."""
 
 
 class StageMachine:
@@ -82,10 +72,10 @@ class StageMachine:
         self.keep_trying = keep_trying
         self.state = StageState()
         self.story = Story()
+        self.batches = Batches(me, self.state, self.story)
         self.membership = Membership(me, broker, self.state.broker, self.story)
         self._loads = 0
         self._progress: tuple[str, float] = ("", float("-inf"))
-        self._bad_frames_reported_s = float("-inf")
         self._now = 0.0
 
     # ---- the interface
@@ -116,23 +106,21 @@ class StageMachine:
             case LoadFinished() | LoadFailed() | LoadCancelled():
                 yield from self._load_ended(event)
             case BatchArrived():
-                yield from self._arrived(event)
+                yield from self.batches.arrived(event, self._now)
             case DataRefused():
-                yield from self._data_refused(event)
+                yield from self.batches.refused(event, self._now)
             case BatchComputed():
-                yield from self._computed(event)
+                yield from self.batches.computed(event, self._now)
             case BatchComputeFailed():
-                yield from self._compute_failed(event)
+                yield from self.batches.failed(event, self._now)
             case BatchSkipped():
-                self._drop(
-                    event.job.epoch, event.job.message.batch, event.cause, "its epoch ended in the queue"
-                )
+                self.batches.skipped(event, self._now)
             case BatchSent():
-                if self._is_current(event.epoch):
+                if self.state.is_current(event.epoch):
                     self.state.sums.send_s += event.send_s
                     self.state.sums.bytes_out += event.bytes_out
             case SendTimedOut():
-                yield from self._timed_out(event)
+                yield from self.batches.timed_out(event, self._now)
             case TimePassed():
                 yield from self._time_passed(event)
             case StopAsked():
@@ -313,7 +301,7 @@ class StageMachine:
             text = f"ready after {outcome.load_s:.1f} s"
             yield Report("info", f"{text[:1].upper()}{text[1:]}.")
         else:
-            error = self._placed(outcome, Phase.LOAD)
+            error = self.me.placed(outcome, Phase.LOAD)
             wanted.outcome = StageFailed(ErrorInfo.of(error))
             text = f"failed: {error}"
             yield Report("error", str(error))
@@ -324,94 +312,6 @@ class StageMachine:
         wanted = self.state.wanted
         if wanted is not None and wanted.epoch == event.epoch and wanted.outcome == event.message:
             wanted.told = False  # the next beat tries again
-
-    # ---- micro-batches
-
-    def _arrived(self, event: BatchArrived) -> Iterator[Effect]:
-        message, wanted = event.message, self.state.wanted
-        if (
-            wanted is None
-            or not self._is_current(event.epoch)
-            or self.state.status is not StageStatus.SERVING
-        ):
-            self._drop(self.state.epoch, message.batch, event.cause, f"it is of epoch {event.epoch}")
-            return
-        try:
-            check_batch(wanted.assign, message, event.arrays)
-        except MalformedError as error:
-            self.state.sums.refused_frames += 1
-            yield from self._fail_batch(
-                event.epoch,
-                message.batch,
-                StageError(f"Micro-batch {message.batch} does not fit this stage. {error.what}"),
-                phase_of(message),
-                event.cause,
-            )
-            return
-        if message.batch <= wanted.newest:
-            self._drop(event.epoch, message.batch, event.cause, "it has come before")
-            return
-        wanted.newest = message.batch
-        size = sum(memoryview(array).nbytes for array in event.arrays)
-        yield StartCompute(Job(event.epoch, wanted.assign, message, event.arrays, size))
-
-    def _data_refused(self, event: DataRefused) -> Iterator[Effect]:
-        sums = self.state.sums
-        sums.refused_frames += 1
-        if self._now - self._bad_frames_reported_s >= REPORT_EVERY_S:
-            self._bad_frames_reported_s = self._now
-            yield Report("warning", f"Refused a data frame ({sums.refused_frames} so far): {event.error}")
-
-    def _computed(self, event: BatchComputed) -> Iterator[Effect]:
-        job, state = event.job, self.state
-        state.breaks = 0
-        if not self._is_current(job.epoch):
-            self._drop(job.epoch, job.message.batch, event.cause, "its epoch ended while it was computed")
-            return
-        sums = state.sums
-        sums.batches += 1
-        sums.tokens += job.message.tokens
-        sums.compute_s += event.compute_s
-        sums.wait_s += event.wait_s
-        sums.bytes_in += job.bytes_in
-        hops = (*job.message.hops, Hop(job.assign.index, event.compute_s, event.wait_s, job.bytes_in))
-        arrays, activation = event.computed.arrays, job.assign.activation
-        if job.assign.is_last:
-            done = BatchDone(job.message.batch, hops, event.computed.logprobs)
-            yield SendResult(job.epoch, done, arrays)
-        else:
-            onward = msgspec.structs.replace(job.message, hops=hops, activation=activation)
-            yield ForwardBatch(job.epoch, onward, arrays)
-
-    def _compute_failed(self, event: BatchComputeFailed) -> Iterator[Effect]:
-        job = event.job
-        self.state.breaks += 1
-        if not self._is_current(job.epoch):
-            self._drop(job.epoch, job.message.batch, event.cause, "its epoch ended while it was computed")
-            return
-        yield from self._fail_batch(
-            job.epoch, job.message.batch, event.error, phase_of(job.message), event.cause
-        )
-
-    def _fail_batch(
-        self, epoch: Epoch, batch: int, error: PotluckError, phase: Phase, cause: str
-    ) -> Iterator[Effect]:
-        placed = self._placed(error, phase)
-        self._tell(f"batch {batch}", cause, f"failed: {placed}")
-        yield Report("error", str(placed))
-        yield SendResult(epoch, BatchFailed(batch, ErrorInfo.of(placed)))
-
-    def _timed_out(self, event: SendTimedOut) -> Iterator[Effect]:
-        self._drop(event.epoch, event.batch, event.cause, f"{event.endpoint} did not take it")
-        yield Report(
-            "warning",
-            f"Micro-batch {event.batch} is dropped: {event.endpoint} took nothing for {event.after_s:g} s.",
-        )
-
-    def _drop(self, epoch: Epoch, batch: int, cause: str, why: str) -> None:
-        if epoch == self.state.epoch:
-            self.state.sums.dropped_frames += 1
-        self._tell(f"batch {batch}", cause, f"dropped: {why}")
 
     # ---- time
 
@@ -426,21 +326,6 @@ class StageMachine:
                 yield SendControl(wanted.outcome, wanted.epoch)
 
     # ---- helpers
-
-    def _is_current(self, epoch: Epoch) -> bool:
-        return self.state.wanted is not None and epoch == self.state.wanted.epoch
-
-    def _placed(self, error: PotluckError, phase: Phase) -> PotluckError:
-        """The error with this device and stage, and the phase unless it knows better."""
-        return type(error)(
-            error.what,
-            hint=error.hint,
-            device=self.me.device,
-            stage=self.me.stage,
-            phase=error.phase or phase,
-            param=error.param,
-            **error.facts,
-        )
 
     def _tell(self, subject: str, cause: str, text: str) -> None:
         self.story.tell(self._now, subject, cause, text)

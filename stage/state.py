@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple, Self
 
 from potluck.stage.engine import Loaded
+from potluck.wire.errors import Phase, PotluckError
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import Assign, Capabilities, Ready, StageCounters, StageFailed
 
@@ -22,6 +23,18 @@ class StageIdentity:
     data_endpoint: str
     models: tuple[str, ...] = ()
     capabilities: Capabilities = Capabilities()
+
+    def placed(self, error: PotluckError, phase: Phase) -> PotluckError:
+        """The error with this device and stage, and the phase unless it knows better."""
+        return type(error)(
+            error.what,
+            hint=error.hint,
+            device=self.device,
+            stage=self.stage,
+            phase=error.phase or phase,
+            param=error.param,
+            **error.facts,
+        )
 
 
 class StageStatus(StrEnum):
@@ -175,6 +188,10 @@ class StageState:
                 return StageStatus.SERVING
             case StageFailed():
                 return StageStatus.FAILED
+
+    def is_current(self, epoch: Epoch) -> bool:
+        """Whether this is the epoch of what is assigned now."""
+        return self.wanted is not None and epoch == self.wanted.epoch
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself."""
