@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -49,7 +49,7 @@ from potluck.runtime.signals import stop_signals
 from potluck.runtime.zmq_transport import ZmqTransport
 from potluck.wire import limits
 from potluck.wire.errors import PortInUseError, SettingsError
-from potluck.wire.ids import Epoch
+from potluck.wire.ids import Epoch, StageId
 
 log = logging.getLogger("potluck.broker")
 
@@ -164,7 +164,7 @@ def make_machine(
     config: BrokerConfig,
     prompts: ModelPrompts,
     planner: Planner,
-    results_port: int,
+    results_endpoint: Callable[[StageId], str],
 ) -> BrokerMachine:
     """The core for one model. Raises UnsupportedArchitectureError, SettingsError before anything is opened."""
     if not 0 < len(name) <= limits.NAME_CHARS:
@@ -182,8 +182,7 @@ def make_machine(
         shape,
         prompts,
         planner,
-        # 0.0.0.0 stands for the host by which a stage dials this broker: stages on other networks see other addresses.
-        lambda stage: endpoint("0.0.0.0", results_port),
+        results_endpoint,
         version("potluck"),
         # Plans are rarer than seconds, so epochs grow over restarts, too.
         first_epoch=Epoch(int(time.time())),
@@ -197,13 +196,16 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
         stack.callback(transport.close)
         prompts = ModelPrompts(facts, datetime.now)
         stack.callback(prompts.close)
-        log.debug(
-            "The longest token has %d bytes.", prompts.longest_piece
-        )  # looked up now, not at the first request
         rest = None if where.http == "off" else _bind_http(where.http)
         if rest is not None:
             stack.callback(rest.close)
-        machine = make_machine(facts, name, config, prompts, planner, where.results_port)
+
+        def results(_: StageId) -> str:
+            return _on_any_host(
+                server.results_endpoint
+            )  # asked when stages are assigned: the port is known then
+
+        machine = make_machine(facts, name, config, prompts, planner, results)
         server = BrokerServer(
             transport,
             machine,
@@ -212,8 +214,6 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
             results=endpoint(where.address, where.results_port),
             random_seed=lambda: secrets.randbits(32),
         )
-        real_results_port = int(server.results_endpoint.rpartition(":")[2])
-        machine.core.results_endpoint = lambda stage: endpoint("0.0.0.0", real_results_port)
         server.start()
         log.info(
             "Model %s: %s, %d layers, %.1f GB.",
@@ -246,6 +246,11 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
                 web.should_exit = True
                 await asyncio.wait([serving], timeout=WEB_STOP_S)
     return 0
+
+
+def _on_any_host(bound: str) -> str:
+    """0.0.0.0 stands for the host by which a stage dials this broker: stages on other networks see other addresses."""
+    return endpoint("0.0.0.0", bound.rpartition(":")[2])
 
 
 def _dial(server: BrokerServer, address: str) -> str:

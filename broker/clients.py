@@ -32,7 +32,7 @@ class ZmqClients:
     def submit(self, peer: bytes, submit: Submit) -> None:
         """Starts a request and streams it back until it ends."""
         name = submit.request
-        inner = msgspec.structs.replace(submit, request=f"{peer.hex()[:32]}:{name}"[:128])
+        inner = msgspec.structs.replace(submit, request=f"{peer.hex()}:{name}")
         try:
             ticket = self._gateway.submit(
                 inner, cause=f"client {peer.hex()[:12]}", sink=partial(self._event, peer, name)

@@ -21,13 +21,6 @@ class SendToStage:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetStage:
-    """The stage is gone: drop its address."""
-
-    stage: StageId
-
-
-@dataclass(frozen=True, slots=True)
 class OpenChain:
     """A chain is whole: micro-batches of `epoch` go to its first stage at `endpoint`."""
 
@@ -99,6 +92,6 @@ class Report:
 
 
 Effect: TypeAlias = (
-    SendToStage | ForgetStage | OpenChain | CloseChain | SendBatch
+    SendToStage | OpenChain | CloseChain | SendBatch
     | RequestAccepted | RequestText | RequestFinished | RequestFailed | Report
 )  # fmt: skip

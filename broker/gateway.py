@@ -15,13 +15,8 @@ import msgspec
 
 from potluck.broker.effects import RequestAccepted, RequestFailed, RequestFinished, RequestText
 from potluck.broker.events import BrokerEvent, RequestCancelled, RequestSubmitted
-from potluck.wire.errors import (
-    ContextExceededError,
-    InvalidValueError,
-    Phase,
-    PotluckError,
-    UnknownModelError,
-)
+from potluck.broker.requests import context_exceeded
+from potluck.wire.errors import InvalidValueError, PotluckError, UnknownModelError
 from potluck.wire.ids import RequestId
 from potluck.wire.messages import ChatMessage, StateView, Submit
 
@@ -66,6 +61,7 @@ class Ticket:
     prompt_tokens: int
     _queue: asyncio.Queue[RequestText | RequestFinished | RequestFailed]
     _cancel: Callable[[RequestId], None]
+    _sink: Sink
     _over: bool = field(default=False)
 
     async def events(self) -> AsyncGenerator[StreamEvent, None]:
@@ -108,7 +104,6 @@ class Gateway:
         self._feed = feed
         self._random_seed = random_seed
         self._tickets: dict[RequestId, Ticket] = {}
-        self._sinks: dict[RequestId, Sink] = {}
 
     def tokens_of(self, submit: Submit) -> tuple[int, ...]:
         """The prompt's tokens. Raises RequestError."""
@@ -138,14 +133,8 @@ class Gateway:
         size = sum(len(text) for text in texts)
         least = size // (SPAN * self.codec.longest_piece)
         if self.context_tokens <= least:
-            raise ContextExceededError(
-                f"The prompt has {size} characters, at least {least} tokens; the context holds {self.context_tokens}.",
-                hint="Shorten the prompt, or start the broker with a larger --context.",
-                phase=Phase.SUBMIT,
-                param="prompt",
-                n_prompt_tokens=least,
-                n_ctx=self.context_tokens,
-            )
+            said = f"The prompt has at least {least} tokens ({size} characters), the context {self.context_tokens}."
+            raise context_exceeded(said, least, self.context_tokens)
 
     def submit(self, submit: Submit, cause: str, sink: Sink | None = None) -> Ticket:
         """Starts a request. Raises the RequestError or UnavailableError that refuses it."""
@@ -156,9 +145,9 @@ class Gateway:
         request = RequestId(submit.request)
         if request in self._tickets:
             raise InvalidValueError(f"A request named {request} is already running.", param="request")
-        ticket = Ticket(request, len(tokens), asyncio.Queue(), lambda name: self._leave(name, cause))
+        queue: asyncio.Queue[RequestText | RequestFinished | RequestFailed] = asyncio.Queue()
+        ticket = Ticket(request, len(tokens), queue, lambda name: self._leave(name, cause), queue.put_nowait)
         self._tickets[request] = ticket
-        self._sinks[request] = ticket._queue.put_nowait
         self._feed(
             RequestSubmitted(
                 cause=cause,
@@ -172,18 +161,18 @@ class Gateway:
         )
         self._checked(ticket)
         if sink is not None:
-            self._sinks[request] = sink
+            ticket._sink = sink
         return ticket
 
     def deliver(self, effect: RequestAccepted | RequestText | RequestFinished | RequestFailed) -> None:
         """Called by the server for each effect that concerns a request."""
-        sink = self._sinks.get(effect.request)
-        if sink is None or isinstance(effect, RequestAccepted):
+        ticket = self._tickets.get(effect.request)
+        if ticket is None or isinstance(effect, RequestAccepted):
             return
         if isinstance(effect, RequestFinished | RequestFailed):
-            self._tickets.pop(effect.request)._over = True
-            del self._sinks[effect.request]
-        sink(effect)
+            del self._tickets[effect.request]
+            ticket._over = True
+        ticket._sink(effect)
 
     def _checked(self, ticket: Ticket) -> None:
         """The core answers a submission at once: if it refused, raise that here instead of in the stream."""
@@ -196,7 +185,6 @@ class Gateway:
 
     def _leave(self, request: RequestId, cause: str) -> None:
         if self._tickets.pop(request, None) is not None:
-            del self._sinks[request]
             self._feed(RequestCancelled(cause=cause, request=request))
 
     def close(self, error: PotluckError) -> None:

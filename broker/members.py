@@ -11,7 +11,6 @@ from potluck.broker import liveness, plans
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
-    ForgetStage,
     OpenChain,
     Report,
     SendToStage,
@@ -41,7 +40,7 @@ from potluck.wire.messages import (
 def register(core: Core, event: StageRegistered) -> Iterator[Effect]:
     """Lets a stage in, or refuses it with the reason."""
     if event.stage in core.state.stages:
-        yield from remove(core, event.stage, event.cause, "registered again", forget=False)
+        yield from remove(core, event.stage, event.cause, "registered again")
     if core.model.fingerprint not in event.models:
         offered = ", ".join(fingerprint[:12] for fingerprint in event.models[:3]) or "none"
         error = PotluckError(
@@ -126,7 +125,7 @@ def broke(core: Core, event: StageBroke) -> Iterator[Effect]:
     yield from plans.break_chain_of(core, stage, event.cause, f"{stage.device} failed")
 
 
-def remove(core: Core, name: StageId, cause: str, reason: str, *, forget: bool = True) -> Iterator[Effect]:
+def remove(core: Core, name: StageId, cause: str, reason: str) -> Iterator[Effect]:
     """A stage is gone, and its chain with it."""
     stage = core.state.stages.get(name)
     if stage is None:
@@ -134,8 +133,6 @@ def remove(core: Core, name: StageId, cause: str, reason: str, *, forget: bool =
     core.tell(name, cause, f"gone: {reason}")
     yield from plans.break_chain_of(core, stage, cause, f"{stage.device} is gone ({reason})")
     del core.state.stages[name]
-    if forget:
-        yield ForgetStage(name)
     core.last_error = StageLostError(
         f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
     )

@@ -14,6 +14,18 @@ from potluck.wire.messages import Timings, Usage
 from potluck.wire.sampling import TokenLogprobs
 
 
+def context_exceeded(said: str, prompt_tokens: int, context_tokens: int) -> ContextExceededError:
+    """The error for a prompt that does not fit, with both numbers."""
+    return ContextExceededError(
+        said,
+        hint="Shorten the prompt, or start the broker with a larger --context.",
+        phase=Phase.SUBMIT,
+        param="prompt",
+        n_prompt_tokens=prompt_tokens,
+        n_ctx=context_tokens,
+    )
+
+
 def check_submission(event: RequestSubmitted, state: BrokerState, config: BrokerConfig, vocab: int) -> None:
     """Raises the RequestError or UnavailableError that says why this can't be served, if it can't."""
     prompt, context = len(event.tokens), config.context_tokens
@@ -22,14 +34,10 @@ def check_submission(event: RequestSubmitted, state: BrokerState, config: Broker
     if prompt == 0:
         raise InvalidValueError("The prompt is empty.", hint="Send at least one token.", param="prompt")
     if prompt >= context:
-        raise ContextExceededError(
-            f"The prompt has {prompt} tokens, the context holds {context} with at least one for the answer.",
-            hint="Shorten the prompt, or start the broker with a larger --context.",
-            phase=Phase.SUBMIT,
-            param="prompt",
-            n_prompt_tokens=prompt,
-            n_ctx=context,
+        said = (
+            f"The prompt has {prompt} tokens, the context holds {context} with at least one for the answer."
         )
+        raise context_exceeded(said, prompt, context)
     if any(not 0 <= token < vocab for token in event.tokens):
         raise InvalidValueError(f"A token is outside the vocabulary of {vocab}.", param="prompt")
     if any(not 0 <= token < vocab for token, _ in event.sampling.logit_bias):

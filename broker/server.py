@@ -17,7 +17,6 @@ from potluck.broker.clients import ZmqClients
 from potluck.broker.effects import (
     CloseChain,
     Effect,
-    ForgetStage,
     OpenChain,
     Report,
     RequestAccepted,
@@ -241,8 +240,6 @@ class BrokerServer:
                 link = self._links.pop(chain, None)
                 if link is not None:
                     link.close()
-            case ForgetStage():
-                pass  # the router routes by the stage's own identity, there is no table to clean
             case Report(level, text):
                 log.log(logging.getLevelNamesMapping()[level.upper()], text)
 

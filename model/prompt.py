@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import cached_property
 from typing import Protocol
 
 from potluck.model.chat import ChatTemplate
@@ -33,6 +32,9 @@ class ModelPrompts:
         self.template = ChatTemplate(
             facts.chat_template, bos=self._text(self.tokenizer.bos), eos=self._text(self.tokenizer.eos)
         )
+        # At the start, not at the first request: a large vocabulary takes some tenths of a second.
+        self.longest_piece = max((len(self.piece(token)) for token in range(self.size)), default=1) or 1
+        """Bytes of the longest token."""
 
     @property
     def size(self) -> int:
@@ -42,11 +44,6 @@ class ModelPrompts:
     def piece(self, token: int) -> bytes:
         """The bytes a token adds to the text; empty for control tokens."""
         return self.tokenizer.piece(token)
-
-    @cached_property
-    def longest_piece(self) -> int:
-        """Bytes of the longest token."""
-        return max((len(self.piece(token)) for token in range(self.size)), default=1) or 1
 
     def is_end(self, token: int) -> bool:
         """Whether the model ends its text with this token."""

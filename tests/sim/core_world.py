@@ -14,7 +14,6 @@ from potluck.broker.config import BrokerConfig
 from potluck.broker.effects import (
     CloseChain,
     Effect,
-    ForgetStage,
     OpenChain,
     Report,
     RequestAccepted,
@@ -213,7 +212,7 @@ class CoreWorld:
                 self.refused.append(stage)
             case SendToStage(stage, Release(), _):
                 self.released.append(stage)
-            case SendToStage(_, Welcome(), _) | ForgetStage():
+            case SendToStage(_, Welcome(), _):
                 pass
             case OpenChain(chain, epoch, _):
                 assert chain not in self.chains
