@@ -16,7 +16,7 @@ from potluck.broker.effects import (
     SendToStage,
 )
 from potluck.broker.state import Chain, Stage, StageStatus
-from potluck.planner.plan import Candidate, Plan
+from potluck.planner.plan import NO_NETWORK, Candidate, Plan
 from potluck.wire.errors import (
     PlanError,
 )
@@ -68,14 +68,14 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
 
 def best_plan(core: Core, usable: list[Stage]) -> Plan:
     """The planner's; without the stages at which a micro-batch got stuck, unless it takes them. Raises PlanError."""
-    candidates = [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable if not s.suspect]
+    candidates = [Candidate(s.stage, s.device, s.capabilities.offered_bytes) for s in usable if not s.suspect]
     if candidates and len(candidates) < len(usable):
         try:
-            return core.planner(core.shape, candidates)
+            return core.planner(core.shape, candidates, NO_NETWORK)
         except PlanError:
             pass
     return core.planner(
-        core.shape, [Candidate(s.stage, s.device, s.capabilities.memory_bytes) for s in usable]
+        core.shape, [Candidate(s.stage, s.device, s.capabilities.offered_bytes) for s in usable], NO_NETWORK
     )
 
 

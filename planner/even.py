@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from potluck.planner.plan import Candidate, ChainPlan, ModelShape, Plan, StagePlan
+from potluck.planner.plan import NO_NETWORK, Candidate, ChainPlan, ModelShape, Network, Plan, StagePlan
 from potluck.wire.errors import Phase, PlanError
 
 
@@ -54,7 +54,7 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
     return tuple(bounds[i] for i in reversed(cuts))
 
 
-def plan_even(model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
+def plan_even(model: ModelShape, candidates: Sequence[Candidate], network: Network = NO_NETWORK) -> Plan:
     """One chain over all candidates, in the order of their device names, each with an even share."""
     if not candidates:
         raise PlanError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from potluck.planner.plan import Candidate, ChainPlan, ModelShape, Plan, StagePlan
+from potluck.planner.plan import NO_NETWORK, Candidate, ChainPlan, ModelShape, Network, Plan, StagePlan
 from potluck.wire.errors import Phase, PlanError, SettingsError
 
 _ENTRY = re.compile(r"(?P<device>.+)=(?P<first>\d{1,5})-(?P<last>\d{1,5})")
@@ -66,7 +66,9 @@ class ManualPlanner:
                 hint="Give the last device the last layer.",
             )
 
-    def __call__(self, model: ModelShape, candidates: Sequence[Candidate]) -> Plan:
+    def __call__(
+        self, model: ModelShape, candidates: Sequence[Candidate], network: Network = NO_NETWORK
+    ) -> Plan:
         """The chain as assigned. Raises PlanError naming the devices that are missing or there twice."""
         self.check(model)
         by_name: dict[str, list[Candidate]] = {}

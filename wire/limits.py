@@ -14,6 +14,9 @@ DATA_BODY_BYTES = 1 << 20
 ARRAY_BYTES = 256 << 20
 """One array of a data frame: 8,192 tokens of width 8,192 in f32."""
 
+PROBE_BYTES = 16 << 20
+"""One frame that measures a link."""
+
 FRAMES_PER_MESSAGE = 8
 """Parts of one multipart message after the routing identity."""
 

@@ -17,31 +17,14 @@ from potluck.wire import limits
 from potluck.wire.errors import MalformedError, Phase, PotluckError, error_class
 from potluck.wire.frames import Buffer, Header, pack_body, pack_header, unpack_body, unpack_header
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
+from potluck.wire.measures import Capabilities, LinkTiming, Profile
+from potluck.wire.parts import Body, Count, Endpoint, Layer, Name, Position, Row, Seconds, Slot, Text
 from potluck.wire.sampling import Sampling, TokenLogprobs
-
-Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS)]
-Text = Annotated[str, Meta(max_length=limits.TEXT_CHARS)]
-Endpoint = Annotated[str, Meta(min_length=1, max_length=256)]
-Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
-Slot = Annotated[int, Meta(ge=0, lt=limits.SLOTS)]
-Position = Annotated[int, Meta(ge=0, le=limits.PROMPT_TOKENS * 2)]
-Port = Annotated[int, Meta(ge=1, le=65_535)]
-
-
-class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message's body: a map of its fields, those at their default left out."""
-
-
-class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Part of a data frame: its fields in order, without names."""
-
 
 _PARTS = frozenset({"self", "what", "hint", "device", "stage", "phase", "param"})
 
 
-class ErrorInfo(_Body, frozen=True):
+class ErrorInfo(Body, frozen=True):
     """A PotluckError on its way to another machine."""
 
     code: Name
@@ -51,7 +34,9 @@ class ErrorInfo(_Body, frozen=True):
     stage: Text | None = None
     phase: Phase | None = None
     param: Text | None = None
-    facts: Annotated[dict[Name, int | float | Text], Meta(max_length=16)] = {}
+    facts: Annotated[dict[Name, int | float | Text], Meta(max_length=16)] = msgspec.field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """msgspec makes a ValidationError of this: a fact by the name of an error's own part can't be restored."""
@@ -89,7 +74,7 @@ class ErrorInfo(_Body, frozen=True):
 # ---- shared parts
 
 
-class ModelRef(_Body, frozen=True):
+class ModelRef(Body, frozen=True):
     """Which model: a name for people, a fingerprint that two files share only if they are the same model."""
 
     name: Name
@@ -99,18 +84,7 @@ class ModelRef(_Body, frozen=True):
     architecture: Name
 
 
-class Capabilities(_Body, frozen=True):
-    """What a device says of itself when it joins."""
-
-    cores: Annotated[int, Meta(ge=1, le=4096)] = 1
-    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
-    memory_bytes: Count = 0
-    free_memory_bytes: Count = 0
-    cpu: Text = ""
-    system: Text = ""
-
-
-class StageCounters(_Body, frozen=True):
+class StageCounters(Body, frozen=True):
     """What a stage has done since it was assigned: growing sums, so that a lost beat loses nothing."""
 
     batches: Count = 0
@@ -127,7 +101,7 @@ class StageCounters(_Body, frozen=True):
 # ---- to the broker, from a stage (control)
 
 
-class Register(_Body, frozen=True):
+class Register(Body, frozen=True):
     """A stage asks to join. The answer is Welcome or Refused."""
 
     stage: Name
@@ -140,13 +114,13 @@ class Register(_Body, frozen=True):
     capabilities: Capabilities = Capabilities()
 
 
-class Heartbeat(_Body, frozen=True):
+class Heartbeat(Body, frozen=True):
     """Says that the stage is alive, and what it has done in this epoch."""
 
     counters: StageCounters = StageCounters()
 
 
-class Progress(_Body, frozen=True):
+class Progress(Body, frozen=True):
     """How far a stage is with getting ready."""
 
     phase: Phase
@@ -154,7 +128,7 @@ class Progress(_Body, frozen=True):
     total: Count
 
 
-class Ready(_Body, frozen=True):
+class Ready(Body, frozen=True):
     """The stage has loaded what the epoch in the header assigned to it."""
 
     load_s: Seconds
@@ -163,13 +137,32 @@ class Ready(_Body, frozen=True):
     compute_bytes: Count = 0
 
 
-class StageFailed(_Body, frozen=True):
+class StageFailed(Body, frozen=True):
     """The stage could not load or compute what the epoch in the header assigned to it."""
 
     error: ErrorInfo
 
 
-class Goodbye(_Body, frozen=True):
+class Measured(Body, frozen=True):
+    """How fast the device is at the model that Measure named, and what memory it takes there."""
+
+    profile: Profile
+
+
+class MeasureFailed(Body, frozen=True):
+    """The device could not be measured."""
+
+    error: ErrorInfo
+
+
+class Probed(Body, frozen=True):
+    """What a Probe found; no link if the other end did not answer in time."""
+
+    number: Count
+    link: LinkTiming | None = None
+
+
+class Goodbye(Body, frozen=True):
     """The stage leaves on purpose."""
 
     reason: Text = ""
@@ -178,7 +171,7 @@ class Goodbye(_Body, frozen=True):
 # ---- to a stage, from the broker (control)
 
 
-class Welcome(_Body, frozen=True):
+class Welcome(Body, frozen=True):
     """The stage is registered; beats are due every `heartbeat_s` and missed after `misses` of them."""
 
     broker_version: Name
@@ -186,13 +179,13 @@ class Welcome(_Body, frozen=True):
     misses: Annotated[int, Meta(ge=1, le=1000)]
 
 
-class Refused(_Body, frozen=True):
+class Refused(Body, frozen=True):
     """The stage or client is not served; the error says why and what to do."""
 
     error: ErrorInfo
 
 
-class Assign(_Body, frozen=True):
+class Assign(Body, frozen=True):
     """Layers [first, end) of a model for the epoch in the header, and where the results go."""
 
     chain: Annotated[int, Meta(ge=0, lt=limits.STAGES)]
@@ -223,21 +216,40 @@ class Assign(_Body, frozen=True):
         return self.index == self.stages - 1
 
 
-class Release(_Body, frozen=True):
+class Release(Body, frozen=True):
     """The stage is not part of the epoch in the header: it may keep its weights, but serves nothing."""
+
+
+class Measure(Body, frozen=True):
+    """Time real layers of this model, with room for these slots, and answer with Measured or MeasureFailed."""
+
+    model: ModelRef
+    slots: Annotated[int, Meta(ge=1, le=limits.SLOTS)]
+    context_tokens: Annotated[int, Meta(ge=1, le=limits.PROMPT_TOKENS)]
+    batch_tokens: Annotated[int, Meta(ge=1, le=limits.BATCH_TOKENS)]
+    exact: bool = False
+
+
+class Probe(Body, frozen=True):
+    """Measure the link to another stage's data socket, or to the broker's results socket, and answer with Probed."""
+
+    number: Count
+    endpoint: Endpoint
+    frame_bytes: Annotated[int, Meta(ge=1, le=limits.PROBE_BYTES)]
+    """How large the large frames are: the activations of a chunk of a prompt."""
 
 
 # ---- to the broker, from a client (control)
 
 
-class ChatMessage(_Body, frozen=True):
+class ChatMessage(Body, frozen=True):
     """One turn of a chat."""
 
     role: Name
     content: Annotated[str, Meta(max_length=limits.PROMPT_CHARS)]
 
 
-class Submit(_Body, frozen=True):
+class Submit(Body, frozen=True):
     """One prompt: exactly one of `prompt`, `tokens` and `messages` is given."""
 
     request: Name
@@ -261,20 +273,20 @@ class Submit(_Body, frozen=True):
     ignore_eos: bool = False
 
 
-class Cancel(_Body, frozen=True):
+class Cancel(Body, frozen=True):
     """The client no longer wants this request."""
 
     request: Name
 
 
-class StateQuery(_Body, frozen=True):
+class StateQuery(Body, frozen=True):
     """Asks for the cluster's state as one snapshot."""
 
 
 # ---- to a client, from the broker (control)
 
 
-class Usage(_Body, frozen=True):
+class Usage(Body, frozen=True):
     """How many tokens went in and came out."""
 
     prompt_tokens: Count = 0
@@ -282,7 +294,7 @@ class Usage(_Body, frozen=True):
     cached_tokens: Count = 0
 
 
-class Timings(_Body, frozen=True):
+class Timings(Body, frozen=True):
     """Seconds, on the broker's clock, from the moment the request was accepted."""
 
     queued_s: Seconds = 0.0
@@ -290,7 +302,7 @@ class Timings(_Body, frozen=True):
     total_s: Seconds = 0.0
 
 
-class Accepted(_Body, frozen=True):
+class Accepted(Body, frozen=True):
     """The request is queued; deltas follow."""
 
     request: Name
@@ -298,7 +310,7 @@ class Accepted(_Body, frozen=True):
     prompt_tokens: Count
 
 
-class Delta(_Body, frozen=True):
+class Delta(Body, frozen=True):
     """New text of a request. `text` never ends inside a character or inside what may become a stop string."""
 
     request: Name
@@ -308,7 +320,7 @@ class Delta(_Body, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Finished(_Body, frozen=True):
+class Finished(Body, frozen=True):
     """The request ended well. `reason` is stop (end of text or a stop string) or length."""
 
     request: Name
@@ -319,14 +331,14 @@ class Finished(_Body, frozen=True):
     """The stop string that ended it, if one did."""
 
 
-class Rejected(_Body, frozen=True):
+class Rejected(Body, frozen=True):
     """The request ended badly, or never began."""
 
     request: Name
     error: ErrorInfo
 
 
-class HopSums(_Body, frozen=True):
+class HopSums(Body, frozen=True):
     """What one stage has spent on the micro-batches of this epoch that came out of its chain."""
 
     batches: Count = 0
@@ -335,7 +347,7 @@ class HopSums(_Body, frozen=True):
     bytes_in: Count = 0
 
 
-class StageView(_Body, frozen=True):
+class StageView(Body, frozen=True):
     """One stage in a snapshot."""
 
     stage: Name
@@ -355,7 +367,7 @@ class StageView(_Body, frozen=True):
     detail: Text = ""
 
 
-class StateView(_Body, frozen=True):
+class StateView(Body, frozen=True):
     """The cluster at one moment, as the broker sees it."""
 
     epoch: int
@@ -374,7 +386,7 @@ class StateView(_Body, frozen=True):
 # ---- down a chain (data)
 
 
-class Span(_Row, frozen=True):
+class Span(Row, frozen=True):
     """`tokens` consecutive tokens of one slot, the first at `position`; the last `wants` of them each want a result."""
 
     slot: Slot
@@ -383,21 +395,21 @@ class Span(_Row, frozen=True):
     wants: Annotated[int, Meta(ge=0, le=limits.BATCH_TOKENS)]
 
 
-class Trim(_Row, frozen=True):
+class Trim(Row, frozen=True):
     """Before the spans are computed, keep only the first `keep` tokens of the slot. 0 empties it."""
 
     slot: Slot
     keep: Position
 
 
-class SlotSampling(_Row, frozen=True):
+class SlotSampling(Row, frozen=True):
     """From this micro-batch on, the slot's tokens are chosen like this."""
 
     slot: Slot
     sampling: Sampling
 
 
-class Hop(_Row, frozen=True):
+class Hop(Row, frozen=True):
     """What one stage spent on this micro-batch."""
 
     index: Annotated[int, Meta(ge=0, lt=limits.STAGES)]
@@ -406,7 +418,7 @@ class Hop(_Row, frozen=True):
     bytes_in: Count
 
 
-class MicroBatch(_Body, frozen=True):
+class MicroBatch(Body, frozen=True):
     """One micro-batch. Array 0: its tokens, int32[n]. Array 1, from the second stage on: activations[n, width].
 
     Trims come first, in order, then samplings, then spans. Spans stand in the order of their rows in the arrays.
@@ -430,10 +442,26 @@ class MicroBatch(_Body, frozen=True):
         return sum(span.wants for span in self.spans)
 
 
+class Ping(Body, frozen=True):
+    """To be answered with Pong at once, at the sender's data socket. Array 0: bytes that nobody reads."""
+
+    number: Count
+    """The probe's."""
+    index: Annotated[int, Meta(ge=0, le=1 << 20)]
+    reply_endpoint: Endpoint
+
+
+class Pong(Body, frozen=True):
+    """The answer to a Ping."""
+
+    number: Count
+    index: Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
 # ---- to the broker, from the last stage (results)
 
 
-class BatchDone(_Body, frozen=True):
+class BatchDone(Body, frozen=True):
     """The micro-batch came out of the chain. Array 0: int32[k], one token per wanted result, in the spans' order."""
 
     batch: Count
@@ -442,7 +470,7 @@ class BatchDone(_Body, frozen=True):
     """Empty, or one entry per result, None for those that did not ask."""
 
 
-class BatchFailed(_Body, frozen=True):
+class BatchFailed(Body, frozen=True):
     """A stage could not compute the micro-batch."""
 
     batch: Count
@@ -450,27 +478,30 @@ class BatchFailed(_Body, frozen=True):
 
 
 Message: TypeAlias = (
-    Register | Heartbeat | Progress | Ready | StageFailed | Goodbye
-    | Welcome | Refused | Assign | Release
+    Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
+    | Welcome | Refused | Assign | Release | Measure | Probe
     | Submit | Cancel | StateQuery
     | Accepted | Delta | Finished | Rejected | StateView
-    | MicroBatch | BatchDone | BatchFailed
+    | MicroBatch | BatchDone | BatchFailed | Ping | Pong
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
     1: Register, 2: Heartbeat, 3: Progress, 4: Ready, 5: StageFailed, 6: Goodbye,
-    16: Welcome, 17: Refused, 18: Assign, 19: Release,
+    7: Measured, 8: MeasureFailed, 9: Probed,
+    16: Welcome, 17: Refused, 18: Assign, 19: Release, 20: Measure, 21: Probe,
     32: Submit, 33: Cancel, 34: StateQuery,
     48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView,
-    64: MicroBatch, 65: BatchDone, 66: BatchFailed,
+    64: MicroBatch, 65: BatchDone, 66: BatchFailed, 67: Ping, 68: Pong,
 }  # fmt: skip
 KIND_OF: dict[type, int] = {message: kind for kind, message in KINDS.items()}
 
-_ARRAYS: dict[type, tuple[int, int]] = {MicroBatch: (1, 2), BatchDone: (1, 1)}
+_ARRAYS: dict[type, tuple[int, int]] = {MicroBatch: (1, 2), BatchDone: (1, 1), Ping: (1, 1)}
 _BODY_LIMIT: dict[type, int] = {
     MicroBatch: limits.DATA_BODY_BYTES,
     BatchDone: limits.DATA_BODY_BYTES,
     BatchFailed: limits.DATA_BODY_BYTES,
+    Ping: limits.DATA_BODY_BYTES,
+    Pong: limits.DATA_BODY_BYTES,
 }
 
 
@@ -523,7 +554,8 @@ def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.i
 __all__ = [
     "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities",
     "ChainId", "ChatMessage", "Delta", "DeviceName", "Envelope", "ErrorInfo", "Finished", "Goodbye", "Heartbeat",
-    "Hop", "HopSums", "Message", "MicroBatch", "ModelRef", "Progress", "Ready", "Refused", "Register", "Rejected",
-    "Release", "RequestId", "SlotId", "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId", "StageView",
-    "StateQuery", "StateView", "Submit", "Timings", "Trim", "Usage", "Welcome", "decode", "encode", "int32_array",
+    "Hop", "HopSums", "Measure", "MeasureFailed", "Measured", "Message", "MicroBatch", "ModelRef", "Ping", "Pong",
+    "Probe", "Probed", "Progress", "Ready", "Refused", "Register", "Rejected", "Release", "RequestId", "SlotId",
+    "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId", "StageView", "StateQuery", "StateView",
+    "Submit", "Timings", "Trim", "Usage", "Welcome", "decode", "encode", "int32_array",
 ]  # fmt: skip
