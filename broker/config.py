@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from potluck.planner.plan import Demand
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerConfig:
@@ -36,8 +38,39 @@ class BrokerConfig:
     """How long running requests wait for a new chain before they fail."""
     activation: str = "f32"
     exact: bool = False
+    users: int = 1
+    """People that are served at the same time: what a plan is for."""
+    measure: bool = False
+    """Whether devices and links are measured before a plan is made."""
+    measure_timeout_s: float = 300.0
+    """A stage that reports no progress for this long while it is measured is planned without a profile."""
+    probe_timeout_s: float = 30.0
+    """A link that was not measured after this long counts as cut."""
+    least_gain: float = 0.1
+    """Stages that serve are given other layers only for a plan that is better by this share."""
+    repay_s: float = 600.0
+    """And only where the time that it takes to load is won back within this time of service."""
+    drift_bound: float = 0.25
+    """A stage that computes slower or faster than its profile by more than this share for three windows has drifted."""
+    drift_window_s: float = 20.0
+    """Over how long a stage's pace is averaged."""
+    drift_hold_s: float = 60.0
+    """After a move because of drift, the next one waits this long, then twice as long, up to an hour."""
 
     @property
     def lost_after_s(self) -> float:
         """Silence after which a stage is lost."""
         return self.heartbeat_s * self.misses
+
+    @property
+    def demand(self) -> Demand:
+        """What a plan is for."""
+        return Demand(
+            users=self.users,
+            slots=self.slots,
+            context_tokens=self.context_tokens,
+            held_tokens=min(512, max(1, self.context_tokens // 4)),
+            prompt_tokens=min(256, max(1, self.context_tokens // 4)),
+            chunk_tokens=self.chunk_tokens,
+            value_bytes=2 if self.activation == "f16" else 4,
+        )

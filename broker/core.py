@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from potluck.broker.config import BrokerConfig
 from potluck.broker.state import BrokerState, Chain, Stage, StageStatus
 from potluck.model.vocabulary import Vocabulary
-from potluck.planner.plan import ModelShape, Planner
+from potluck.planner.plan import ModelShape, Plan, Planner
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import Epoch, StageId
 from potluck.wire.messages import ModelRef
@@ -33,6 +33,16 @@ class Core:
     check_due_s: float | None = None
     """When somebody could next be lost."""
     planned_once: bool = False
+    plan: Plan | None = None
+    """The one in force."""
+    planned_for: object = None
+    """What the planner was last asked, and gave nothing better for."""
+    drifted: bool = False
+    """Whether a stage's pace has changed since the last plan."""
+    hold_s: float = 0.0
+    """How long the next move because of drift waits after the last one."""
+    moved_s: float = float("-inf")
+    """When stages were last given other layers because of drift."""
     last_error: PotluckError | None = None
     plan_error: PotluckError | None = None
     """Why the last plan could not be made."""
@@ -44,11 +54,20 @@ class Core:
 
     def usable(self) -> list[Stage]:
         """Stages that could be assigned something."""
-        return [stage for stage in self.state.stages.values() if stage.status is not StageStatus.FAILED]
+        out = (StageStatus.FAILED, StageStatus.MEASURING)
+        return [stage for stage in self.state.stages.values() if stage.status not in out]
+
+    def enough_joined(self) -> bool:
+        """Whether as many stages as were asked for can be planned with."""
+        return len(self.usable()) >= self.config.min_stages > 1
 
     def has_spares(self) -> bool:
         """Whether a stage has nothing to do."""
         return any(stage.status is StageStatus.SPARE for stage in self.state.stages.values())
+
+    def may_change(self) -> bool:
+        """Whether a plan for chains that serve could come out otherwise: somebody has nothing to do, or has drifted."""
+        return self.has_spares() or self.drifted
 
     def ask_for_plan(self, after_s: float) -> None:
         """A plan is due after `after_s`, counted anew from the last stage that joined."""
@@ -70,6 +89,12 @@ class Core:
         """Why no chain serves, in words, for a person who waits."""
         stages = self.state.stages.values()
         loading = [stage for stage in stages if stage.status is StageStatus.LOADING]
+        measuring = [stage for stage in stages if stage.status is StageStatus.MEASURING]
+        if measuring:
+            names = ", ".join(f"{s.device} ({s.detail or 'starting'})" for s in measuring)
+            return f"Measuring: {names}."
+        if self.state.probes:
+            return f"Measuring the links: {len(self.state.links)} done."
         if loading:
             return "Loading: " + ", ".join(f"{s.device} ({s.detail or 'starting'})" for s in loading) + "."
         usable = len(self.usable())

@@ -7,7 +7,17 @@ from typing import TypeAlias
 
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import ChainId, Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, MicroBatch, Refused, Release, Timings, Usage, Welcome
+from potluck.wire.messages import (
+    Assign,
+    Measure,
+    MicroBatch,
+    Probe,
+    Refused,
+    Release,
+    Timings,
+    Usage,
+    Welcome,
+)
 from potluck.wire.sampling import TokenLogprobs
 
 
@@ -16,7 +26,7 @@ class SendToStage:
     """Send a control message to a stage."""
 
     stage: StageId
-    message: Welcome | Refused | Assign | Release
+    message: Welcome | Refused | Assign | Release | Measure | Probe
     epoch: Epoch
 
 

@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, DeviceName, Epoch, RequestId, StageId
-from potluck.wire.messages import Capabilities, Hop, StageCounters
+from potluck.wire.measures import Capabilities, LinkTiming, Profile
+from potluck.wire.messages import Hop, StageCounters
 from potluck.wire.sampling import Sampling, TokenLogprobs
 
 
@@ -71,6 +72,39 @@ class StageBroke(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageMeasured(Event):
+    """A stage has timed layers of the model."""
+
+    stage: StageId
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNotMeasured(Event):
+    """A stage could not time layers of the model."""
+
+    stage: StageId
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbed(Event):
+    """A stage has measured a link."""
+
+    stage: StageId
+    number: int
+    link: LinkTiming
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSilent(Event):
+    """Nobody answered a stage at the other end of a link."""
+
+    stage: StageId
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageLeft(Event):
     """A stage said goodbye, or its connection closed."""
 
@@ -124,5 +158,6 @@ class TimePassed(Event):
 
 BrokerEvent: TypeAlias = (
     StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
+    | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
     | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | TimePassed
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from potluck.broker import deadlines, members, plans, serving
+from potluck.broker import deadlines, measuring, members, plans, serving
 from potluck.broker.config import BrokerConfig
 from potluck.broker.core import Core
 from potluck.broker.effects import Effect
@@ -16,12 +16,16 @@ from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
     BrokerEvent,
+    LinkProbed,
+    LinkSilent,
     RequestCancelled,
     RequestSubmitted,
     StageBeat,
     StageBroke,
     StageLeft,
     StageLoaded,
+    StageMeasured,
+    StageNotMeasured,
     StageProgressed,
     StageRegistered,
     TimePassed,
@@ -109,6 +113,14 @@ class BrokerMachine:
                 return members.loaded(core, event)
             case StageBroke():
                 return members.broke(core, event)
+            case StageMeasured():
+                return measuring.measured(core, event)
+            case StageNotMeasured():
+                return measuring.not_measured(core, event)
+            case LinkProbed():
+                return measuring.probed(core, event)
+            case LinkSilent():
+                return measuring.silent(core, event)
             case StageLeft():
                 return members.remove(core, event.stage, event.cause, event.reason)
             case TimePassed():

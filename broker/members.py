@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import liveness, plans
+from potluck.broker import liveness, measuring, plans
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -62,6 +62,7 @@ def register(core: Core, event: StageRegistered) -> Iterator[Effect]:
     yield SendToStage(event.stage, welcome, core.state.epoch)
     yield Report("info", f"{event.device} joined ({event.endpoint}).")
     watch(core)
+    yield from measuring.begin(core, core.state.stages[event.stage])
     core.ask_for_plan(core.config.settle_s)
 
 
@@ -79,15 +80,20 @@ def beat(core: Core, event: StageBeat) -> Iterator[Effect]:
         return
     if event.epoch == core.state.epoch:
         stage.counters = event.counters
-    if stage.status is StageStatus.LOADING and core.now >= stage.asked_s + core.config.lost_after_s:
-        yield plans.ask_to_load(core, stage)  # a link that broke may have lost what was asked, or its answer
+    if core.now < stage.asked_s + core.config.lost_after_s:
+        return
+    # a link that broke may have lost what was asked, or its answer
+    if stage.status is StageStatus.LOADING:
+        yield plans.ask_to_load(core, stage)
+    elif stage.status is StageStatus.MEASURING:
+        yield measuring.ask(core, stage)
 
 
 def progressed(core: Core, event: StageProgressed) -> Iterator[Effect]:
     """A stage is part of the way through getting ready."""
     yield from beat(core, StageBeat(cause=event.cause, stage=event.stage, epoch=event.epoch))
     stage = core.state.stages.get(event.stage)
-    if stage is not None and event.epoch == core.state.epoch:
+    if stage is not None and (event.epoch == core.state.epoch or stage.status is StageStatus.MEASURING):
         stage.last_progress_s, stage.detail = core.now, event.detail
 
 
@@ -101,6 +107,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     if stage.stage in chain.ready:
         return
     stage.status, stage.weights_bytes, stage.detail = StageStatus.READY, event.weights_bytes, ""
+    stage.load_s = event.load_s
     chain.ready.add(stage.stage)
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
     yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")
@@ -108,7 +115,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
         chain.open, core.last_error = True, None
         yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
         yield Report("info", f"Chain {chain.chain} serves.")
-        if core.has_spares():
+        if core.may_change():
             core.ask_for_plan(core.config.settle_s)
 
 
@@ -133,10 +140,13 @@ def remove(core: Core, name: StageId, cause: str, reason: str) -> Iterator[Effec
     core.tell(name, cause, f"gone: {reason}")
     yield from plans.break_chain_of(core, stage, cause, f"{stage.device} is gone ({reason})")
     del core.state.stages[name]
+    measuring.forget(core, name)
     core.last_error = StageLostError(
         f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
     )
     yield Report("warning", f"{stage.device} is gone: {reason}.")
+    if core.config.measure:
+        yield from measuring.go_on(core)
     if not core.state.chains:  # whatever kept a plan from being made may be gone with it
         core.ask_for_plan(0.0)
 

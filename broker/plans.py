@@ -6,8 +6,9 @@ How layers are divided is left to the planner, what a break means for requests t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from potluck.broker import recovery
+from potluck.broker import measuring, moves, recovery
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     CloseChain,
@@ -16,7 +17,8 @@ from potluck.broker.effects import (
     SendToStage,
 )
 from potluck.broker.state import Chain, Stage, StageStatus
-from potluck.planner.plan import NO_NETWORK, Candidate, Plan
+from potluck.planner.cost import Place, StageCost
+from potluck.planner.plan import Network, Plan
 from potluck.wire.errors import (
     PlanError,
 )
@@ -30,33 +32,56 @@ from potluck.wire.messages import (
 
 
 def make_plan(core: Core, cause: str) -> Iterator[Effect]:
-    """A new epoch, if there are stages for one and it changes anything."""
+    """A new epoch, if there are stages for one and it changes anything worth a change."""
     core.plan_due_s = None
     usable = core.usable()
-    if len(usable) < core.wanted:
-        return
     whole = bool(core.state.chains)
-    if whole and (not core.has_spares() or core.state.requests or not core.state.ready):
+    if len(usable) < core.wanted or (not core.planned_once and measuring.unfinished(core)):
+        return
+    if whole and (not core.may_change() or core.state.requests or not core.state.ready):
         return  # a chain that serves is changed only between requests; one that loads is left to finish
+    network = measuring.network(core)
+    asked = (measuring.candidates(core, usable), network, tuple(s.stage for s in usable if s.suspect))
+    if whole and asked == core.planned_for:
+        return
     try:
-        plan = best_plan(core, usable)
+        plan = best_plan(core, usable, network)
     except PlanError as error:
-        core.last_error = core.plan_error = error
+        if not whole:
+            core.last_error = core.plan_error = error
         yield Report("error", str(error))
         return
+    core.planned_for = asked
     core.plan_error = None
     wanted = {place.stage for chain in plan.chains for place in chain.stages}
-    if whole and wanted == {name for chain in core.state.chains.values() for name in chain.stages}:
-        return
+    if whole:
+        verdict = moves.worth_it(core, plan, network)
+        if verdict.text:
+            yield Report("info", verdict.text)
+        if verdict.again_s is not None:
+            core.planned_for = None
+            core.ask_for_plan(verdict.again_s)
+        if not verdict.move:
+            return
+        moves.note(core)
+    core.drifted = False
     for chain in list(core.state.chains.values()):
         yield from close(core, chain, cause, "a better plan")
     core.planned_once = True
+    core.plan = plan
     core.state.epoch = Epoch(core.state.epoch + 1)
     epoch = core.state.epoch
     for reason in plan.reasons:
         yield Report("info", f"Planned: {reason}")
+    costs = {
+        candidate.stage: StageCost(replace(candidate, slowdown=1.0), core.shape, core.config.demand)
+        for candidate in measuring.candidates(core, usable)
+        if candidate.profile is not None
+    }
     for index, chain_plan in enumerate(plan.chains):
         chain = Chain(ChainId(index), epoch, chain_plan, [None] * core.config.slots)
+        if all(place.stage in costs for place in chain_plan.stages):
+            chain.places = tuple(Place(costs[p.stage], p.first, p.end) for p in chain_plan.stages)
         core.state.chains[chain.chain] = chain
         yield from assign(core, chain)
     for stage in usable:
@@ -66,17 +91,15 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
     core.tell(f"epoch {epoch}", cause, " ".join(plan.reasons))
 
 
-def best_plan(core: Core, usable: list[Stage]) -> Plan:
+def best_plan(core: Core, usable: list[Stage], network: Network) -> Plan:
     """The planner's; without the stages at which a micro-batch got stuck, unless it takes them. Raises PlanError."""
-    candidates = [Candidate(s.stage, s.device, s.capabilities.offered_bytes) for s in usable if not s.suspect]
-    if candidates and len(candidates) < len(usable):
+    trusted = [stage for stage in usable if not stage.suspect]
+    if trusted and len(trusted) < len(usable):
         try:
-            return core.planner(core.shape, candidates, NO_NETWORK)
+            return core.planner(core.shape, measuring.candidates(core, trusted), network)
         except PlanError:
             pass
-    return core.planner(
-        core.shape, [Candidate(s.stage, s.device, s.capabilities.offered_bytes) for s in usable], NO_NETWORK
-    )
+    return core.planner(core.shape, measuring.candidates(core, usable), network)
 
 
 def assign(core: Core, chain: Chain) -> Iterator[Effect]:

@@ -42,21 +42,33 @@ class _Draft:
         request.sent += count
 
 
-def admit(state: BrokerState, chain: Chain, now: float) -> list[RequestId]:
-    """Gives free slots, lowest first, to the requests that wait longest. Returns who got one."""
-    admitted: list[RequestId] = []
-    for index, owner in enumerate(chain.slots):
-        if not state.waiting:
-            break
-        if owner is not None:
-            continue
+def admit(state: BrokerState, now: float) -> list[tuple[Chain, RequestId]]:
+    """Gives free slots to the requests that wait longest. Returns who got one, and where.
+
+    Each goes to the chain that is least loaded for what it was planned for, there to the lowest slot.
+    """
+    admitted: list[tuple[Chain, RequestId]] = []
+    if not state.waiting:
+        return admitted
+    free = {
+        chain.chain: sum(owner is None for owner in chain.slots)
+        for chain in state.chains.values()
+        if chain.open
+    }
+    while state.waiting and any(free.values()):
+        chain = min(
+            (state.chains[name] for name, count in free.items() if count),
+            key=lambda chain: (len(chain.slots) - free[chain.chain] + 1) / max(1, chain.plan.users),
+        )
+        free[chain.chain] -= 1
         name, _ = state.waiting.popitem(last=False)
         request = state.requests[name]
-        request.chain, request.slot, request.sent = chain.chain, SlotId(index), 0
+        slot = chain.slots.index(None)
+        request.chain, request.slot, request.sent = chain.chain, SlotId(slot), 0
         if request.started_s is None:
             request.started_s = now
-        chain.slots[index] = name
-        admitted.append(name)
+        chain.slots[slot] = name
+        admitted.append((chain, name))
     return admitted
 
 

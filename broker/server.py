@@ -30,23 +30,30 @@ from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
     BrokerEvent,
+    LinkProbed,
+    LinkSilent,
     StageBeat,
     StageBroke,
     StageLeft,
     StageLoaded,
+    StageMeasured,
+    StageNotMeasured,
     StageProgressed,
     StageRegistered,
     TimePassed,
 )
 from potluck.broker.gateway import Gateway, PromptCodec
 from potluck.broker.machine import BrokerMachine
+from potluck.broker.planning_view import plan_view
 from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
+from potluck.runtime.replies import Replies
 from potluck.runtime.transport import Push, Transport
 from potluck.wire import limits
 from potluck.wire.errors import FrameTooLargeError, MalformedError, PotluckError, UnavailableError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, StageId
+from potluck.wire.measures import LinkTiming
 from potluck.wire.messages import (
     BatchDone,
     BatchFailed,
@@ -55,7 +62,12 @@ from potluck.wire.messages import (
     ErrorInfo,
     Goodbye,
     Heartbeat,
+    Measured,
+    MeasureFailed,
     Message,
+    Ping,
+    PlanQuery,
+    Probed,
     Progress,
     Ready,
     Refused,
@@ -72,10 +84,15 @@ from potluck.wire.messages import (
 log = logging.getLogger("potluck.broker")
 
 CONTROL: frozenset[type] = frozenset(
-    {Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Submit, Cancel, StateQuery}
-)
+    {
+        Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Measured, MeasureFailed, Probed,
+        Submit, Cancel, StateQuery, PlanQuery,
+    }
+)  # fmt: skip
 LATE_S = 0.1
-RESULTS: frozenset[type] = frozenset({BatchDone, BatchFailed})
+HERE = "tcp://127.0.0.1:0"
+"""The host that a stage on this machine means by 0.0.0.0."""
+RESULTS: frozenset[type] = frozenset({BatchDone, BatchFailed, Ping})
 
 
 class _Link:
@@ -132,6 +149,7 @@ class BrokerServer:
             self._control.close()
             raise
         self._links: dict[ChainId, _Link] = {}
+        self._replies = Replies(transport, HERE)
         self._timer: asyncio.Handle | None = None
         self._timer_due_s: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -179,6 +197,7 @@ class BrokerServer:
             self._timer.cancel()
         for link in self._links.values():
             link.close()
+        self._replies.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -229,7 +248,7 @@ class BrokerServer:
             case OpenChain(chain, epoch, endpoint):
                 # a stage on this machine gives 0.0.0.0: the broker's own host
                 try:
-                    push = self._transport.push(seen_from("tcp://127.0.0.1:0", endpoint))
+                    push = self._transport.push(seen_from(HERE, endpoint))
                 except PotluckError as error:
                     first = self.machine.state.chains[chain].stages[0]
                     broke = StageBroke(cause="broker", stage=first, epoch=epoch, error=error)
@@ -265,6 +284,8 @@ class BrokerServer:
                 self.clients.cancel(peer, message)
             case StateQuery():
                 self._reply(peer, self.view())
+            case PlanQuery():
+                self._reply(peer, plan_view(self.machine.core, message))
             case _:
                 self.feed(self._stage_event(peer, envelope.epoch, message))
 
@@ -303,6 +324,14 @@ class BrokerServer:
                 )
             case StageFailed():
                 return StageBroke(cause=cause, stage=stage, epoch=epoch, error=message.error.restore())
+            case Measured():
+                return StageMeasured(cause=cause, stage=stage, profile=message.profile)
+            case MeasureFailed():
+                return StageNotMeasured(cause=cause, stage=stage, error=message.error.restore())
+            case Probed(number, None):
+                return LinkSilent(cause=cause, stage=stage, number=number)
+            case Probed(number, LinkTiming() as link):
+                return LinkProbed(cause=cause, stage=stage, number=number, link=link)
             case Goodbye():
                 return StageLeft(cause=cause, stage=stage, reason=message.reason or "it left")
             case _:
@@ -346,6 +375,8 @@ class BrokerServer:
                         error=failed.error.restore(),
                     )
                 )
+            case Ping() as ping:
+                self._replies.answer(ping)
             case other:
                 raise MalformedError(f"{type(other).__name__} is no result.")
 

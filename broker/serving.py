@@ -22,7 +22,7 @@ from potluck.broker.events import (
     RequestCancelled,
     RequestSubmitted,
 )
-from potluck.broker.state import Chain, StageStatus
+from potluck.broker.state import Chain, InFlight, Stage, StageStatus
 from potluck.wire.errors import (
     CancelledError,
     Phase,
@@ -70,7 +70,7 @@ def cancel(core: Core, event: RequestCancelled) -> Iterator[Effect]:
         return
     core.tell(event.request, event.cause, f"cancelled after {request.generated} tokens")
     yield requests.fail(core.state, request, CancelledError())
-    if core.has_spares():
+    if core.may_change():
         core.ask_for_plan(core.config.settle_s)
 
 
@@ -98,7 +98,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         chain.moved_s = core.now
     del chain.in_flight[event.batch]
     chain.returned += 1
-    count(core, chain, event.hops)
+    count(core, chain, flight, event.hops)
     at = 0
     for entry in flight.entries:
         if entry.wants == 0:
@@ -115,7 +115,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         if last_token:
             core.tell(entry.request, event.cause, f"finished after {request.generated} tokens")
             requests.end(core.state, request)
-            if not core.state.requests and core.has_spares():
+            if not core.state.requests and core.may_change():
                 core.ask_for_plan(core.config.settle_s)
 
 
@@ -147,29 +147,48 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
                 yield requests.fail(core.state, request, event.error)
 
 
-def count(core: Core, chain: Chain, hops: tuple[Hop, ...]) -> None:
-    """Adds what the stages spent on a micro-batch to their sums."""
+def count(core: Core, chain: Chain, flight: InFlight, hops: tuple[Hop, ...]) -> None:
+    """Adds what the stages spent on a micro-batch to their sums, and compares it with what was predicted."""
     for name in chain.stages:
         core.state.stages[name].breaks = 0
     for hop in hops:
-        if hop.index < len(chain.stages):
-            stage = core.state.stages[chain.stages[hop.index]]
-            was = stage.hops
-            stage.hops = HopSums(
-                was.batches + 1,
-                min(was.compute_s + hop.compute_s, 1e9),
-                min(was.wait_s + hop.wait_s, 1e9),
-                min(was.bytes_in + hop.bytes_in, 1 << 62),
-            )
+        if hop.index >= len(chain.stages):
+            continue
+        stage = core.state.stages[chain.stages[hop.index]]
+        was = stage.hops
+        expected_s = 0.0
+        if chain.places and not flight.prefill:
+            place = chain.places[hop.index]
+            expected_s = float(place.cost.decode(flight.tokens)[place.first, place.end])
+            if note_pace(core, stage, expected_s, hop.compute_s):
+                core.drifted = True
+        stage.hops = HopSums(
+            was.batches + 1,
+            min(was.compute_s + hop.compute_s, 1e9),
+            min(was.wait_s + hop.wait_s, 1e9),
+            min(was.bytes_in + hop.bytes_in, 1 << 62),
+            min(was.expected_s + expected_s, 1e9),
+            min(was.expected_compute_s + (hop.compute_s if expected_s > 0 else 0.0), 1e9),
+        )
+
+
+def note_pace(core: Core, stage: Stage, expected_s: float, computed_s: float) -> bool:
+    """Whether the stage has turned out to be slower or faster than it was taken to be."""
+    config = core.config
+    drifted = stage.pace.note(expected_s, computed_s, core.now, config.drift_window_s, config.drift_bound)
+    if drifted:
+        core.tell(
+            stage.stage, "service", f"computes {stage.pace.slowdown:.2f} times as long as its profile says"
+        )
+    return drifted
 
 
 def fill_chains(core: Core) -> Iterator[Effect]:
     """Everything that may enter the chains now."""
+    for chain, name in scheduler.admit(core.state, core.now):
+        request = core.state.requests[name]
+        core.tell(name, f"chain {chain.chain}", f"slot {request.slot}, {request.rest} tokens to compute")
     for chain in core.state.chains.values():
-        if not chain.open:
-            continue
-        for name in scheduler.admit(core.state, chain, core.now):
-            request = core.state.requests[name]
-            core.tell(name, f"chain {chain.chain}", f"slot {request.slot}, {request.rest} tokens to compute")
-        for message, tokens in scheduler.fill(core.state, chain, core.config.chunk_tokens, core.now):
-            yield SendBatch(chain.chain, chain.epoch, message, tokens)
+        if chain.open:
+            for message, tokens in scheduler.fill(core.state, chain, core.config.chunk_tokens, core.now):
+                yield SendBatch(chain.chain, chain.epoch, message, tokens)

@@ -9,21 +9,38 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from potluck.broker.drift import Pace
 from potluck.model.text import TextStream
+from potluck.planner.cost import Place
 from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
-from potluck.wire.messages import Assign, Capabilities, HopSums, StageCounters
+from potluck.wire.measures import Capabilities, LinkTiming, Profile
+from potluck.wire.messages import Assign, HopSums, StageCounters
 from potluck.wire.sampling import Sampling
 
 
 class StageStatus(StrEnum):
     """Where a stage stands with the broker."""
 
+    MEASURING = "measuring"
     SPARE = "spare"
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
+
+
+BROKER = StageId("")
+"""The broker, as an end of a link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probing:
+    """A link that is being measured, by its sender."""
+
+    sender: StageId
+    receiver: StageId
+    began_s: float
 
 
 @dataclass(slots=True)
@@ -53,6 +70,11 @@ class Stage:
     """The requests that were in every one of those."""
     suspect: bool = False
     """Whether a micro-batch got stuck at it: others are preferred until it joins anew."""
+    profile: Profile | None = None
+    """How fast it is at this model; None until it was measured."""
+    pace: Pace = field(default_factory=Pace)
+    load_s: float = 0.0
+    """What its last load took."""
 
 
 @dataclass(slots=True)
@@ -124,6 +146,8 @@ class Chain:
     plan: ChainPlan
     slots: list[RequestId | None]
     dirty: set[SlotId] = field(default_factory=set)
+    places: tuple[Place, ...] = ()
+    """What its stages cost, where they were measured."""
     ready: set[StageId] = field(default_factory=set)
     open: bool = False
     in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
@@ -150,6 +174,10 @@ class BrokerState:
     requests: dict[RequestId, Request] = field(default_factory=dict)
     waiting: OrderedDict[RequestId, None] = field(default_factory=OrderedDict)
     """Requests without a slot, in the order in which they get one."""
+    links: dict[tuple[StageId, StageId], LinkTiming | None] = field(default_factory=dict)
+    """By sender and receiver; None where nobody answered."""
+    probes: dict[int, Probing] = field(default_factory=dict)
+    next_probe: int = 0
     next_batch: int = 1
     tokens_out: int = 0
     ended: int = 0

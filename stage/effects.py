@@ -15,7 +15,12 @@ from potluck.wire.messages import (
     BatchFailed,
     Goodbye,
     Heartbeat,
+    Measure,
+    Measured,
+    MeasureFailed,
     MicroBatch,
+    Probe,
+    Probed,
     Progress,
     Ready,
     Register,
@@ -27,13 +32,37 @@ from potluck.wire.messages import (
 class SendControl:
     """Send a control message to the broker."""
 
-    message: Register | Heartbeat | Progress | Ready | StageFailed | Goodbye
+    message: (
+        Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
+    )
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Reconnect:
     """Connect to the broker anew; what is still queued for it is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartMeasure:
+    """Time layers of this model, on the lane."""
+
+    number: int
+    message: Measure
+
+
+@dataclass(frozen=True, slots=True)
+class CancelMeasure:
+    """Measuring is not wanted any more: give it up as soon as it can be."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartProbe:
+    """Measure a link, beside everything else."""
+
+    message: Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +143,7 @@ class Report:
 
 
 Effect: TypeAlias = (
-    SendControl | Reconnect | StartLoad | ClearCaches | CancelLoad | ConnectNext | Disconnect
+    SendControl | Reconnect | StartMeasure | CancelMeasure | StartProbe
+    | StartLoad | ClearCaches | CancelLoad | ConnectNext | Disconnect
     | StartCompute | ForwardBatch | SendResult | Exit | Report
 )  # fmt: skip

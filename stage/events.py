@@ -13,7 +13,8 @@ from potluck.stage.engine import Loaded
 from potluck.wire.errors import PotluckError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import Epoch
-from potluck.wire.messages import Assign, ErrorInfo, MicroBatch, Ready, StageFailed
+from potluck.wire.measures import LinkTiming, Profile
+from potluck.wire.messages import Assign, ErrorInfo, Measure, MicroBatch, Probe, Ready, StageFailed
 from potluck.wire.sampling import TokenLogprobs
 
 
@@ -98,6 +99,64 @@ class ControlNotSent(Event):
 
     epoch: Epoch
     message: Ready | StageFailed
+
+
+# ---- measuring, numbered by the effect that began it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureAsked(Event):
+    """The broker wants to know how fast this device is."""
+
+    message: Measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureProgressed(Event):
+    """Some of the timings are done."""
+
+    number: int
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureFinished(Event):
+    """The device is measured."""
+
+    number: int
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureBroke(Event):
+    """The device can't be measured."""
+
+    number: int
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureCancelled(Event):
+    """Measuring was given up because it was no longer wanted."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeAsked(Event):
+    """The broker wants to know how fast a link is."""
+
+    message: Probe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeEnded(Event):
+    """A link is measured; None if nobody answered."""
+
+    number: int
+    link: LinkTiming | None
 
 
 # ---- loading, numbered by the effect that began it
@@ -218,6 +277,7 @@ class StopAsked(Event):
 
 StageEvent: TypeAlias = (
     Started | Welcomed | RefusedBy | Assigned | Released | ControlRefused | ControlNotSent
+    | MeasureAsked | MeasureProgressed | MeasureFinished | MeasureBroke | MeasureCancelled | ProbeAsked | ProbeEnded
     | LoadProgressed | LoadFinished | LoadFailed | LoadCancelled
     | BatchArrived | DataRefused | BatchComputed | BatchComputeFailed | BatchSkipped | BatchSent | SendTimedOut
     | TimePassed | StopAsked

@@ -36,6 +36,13 @@ from potluck.stage.events import (
     LoadFailed,
     LoadFinished,
     LoadProgressed,
+    MeasureAsked,
+    MeasureBroke,
+    MeasureCancelled,
+    MeasureFinished,
+    MeasureProgressed,
+    ProbeAsked,
+    ProbeEnded,
     RefusedBy,
     Released,
     SendTimedOut,
@@ -45,6 +52,7 @@ from potluck.stage.events import (
     TimePassed,
     Welcomed,
 )
+from potluck.stage.measuring import Measuring
 from potluck.stage.membership import Membership
 from potluck.stage.state import Assignment, Held, Load, SliceKey, StageIdentity, StageState, StageStatus, Sums
 from potluck.wire.errors import MalformedError, Phase, PotluckError, StageError, VersionMismatchError
@@ -74,6 +82,7 @@ class StageMachine:
         self.story = Story()
         self.batches = Batches(me, self.state, self.story)
         self.membership = Membership(me, broker, self.state.broker, self.story)
+        self.measuring = Measuring(me.placed)
         self._loads = 0
         self._progress: tuple[str, float] = ("", float("-inf"))
         self._now = 0.0
@@ -105,6 +114,19 @@ class StageMachine:
                 yield from self._progressed(event)
             case LoadFinished() | LoadFailed() | LoadCancelled():
                 yield from self._load_ended(event)
+            case MeasureAsked():
+                if self.state.broker.joined:
+                    yield from self.measuring.ask(event, self.state.epoch)
+            case MeasureProgressed():
+                yield from self.measuring.progressed(event, self.state.epoch, self._now)
+            case MeasureFinished() | MeasureBroke() | MeasureCancelled():
+                yield from self.measuring.ended(event, self.state.epoch)
+            case ProbeAsked():
+                if self.state.broker.joined:
+                    yield from self.measuring.probe(event)
+            case ProbeEnded():
+                if self.state.broker.joined:
+                    yield from self.measuring.probed(event, self.state.epoch)
             case BatchArrived():
                 yield from self.batches.arrived(event, self._now)
             case DataRefused():
@@ -179,6 +201,7 @@ class StageMachine:
     def _stop(self, event: StopAsked) -> Iterator[Effect]:
         self._halt()
         self._tell("broker", event.cause, f"stopped: {event.reason}")
+        yield from self.measuring.cancel()
         yield Disconnect()
         yield SendControl(Goodbye(event.reason), self.state.epoch)
         yield Exit(0)
@@ -213,6 +236,7 @@ class StageMachine:
             yield from self._conclude(wanted, error, event.cause)
             return
         yield Report("info", f"Assigned {layers}, as stage {assign.index + 1} of {assign.stages}.")
+        yield from self.measuring.cancel()
         yield ConnectNext(event.epoch, assign.next_endpoint, assign.results_endpoint)
         yield from self._pursue()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from potluck.runtime.address import seen_from
+from potluck.runtime.replies import Replies
 from potluck.runtime.transport import Pull, Push, Transport
 from potluck.stage.compute import ComputeLane, LaneJob, Spent
 from potluck.stage.effects import ConnectNext, ForwardBatch, SendResult
@@ -34,17 +35,18 @@ from potluck.stage.events import (
     StageEvent,
 )
 from potluck.stage.holder import Holder
+from potluck.stage.probe import Prober
 from potluck.wire.errors import EngineError, OutOfMemoryError, PotluckError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import Epoch
-from potluck.wire.messages import BatchDone, MicroBatch, decode, encode
+from potluck.wire.messages import BatchDone, MicroBatch, Ping, Pong, decode, encode
 
 log = logging.getLogger("potluck.stage")
 T = TypeVar("T")
 
 PLACES = 4
 """Micro-batches inside a stage: one that is sent, one that is computed, and two that wait for one or the other."""
-ACCEPT: frozenset[type] = frozenset({MicroBatch})
+ACCEPT: frozenset[type] = frozenset({MicroBatch, Ping, Pong})
 
 
 def attempt(work: Callable[[], T]) -> T | PotluckError:
@@ -121,8 +123,10 @@ class Pipeline:
         feed: Callable[[StageEvent], None],
         *,
         broker_endpoint: str,
+        data_endpoint: str,
         send_timeout_s: float,
     ) -> None:
+        """`data_endpoint` is where others reach `pull`."""
         self._transport = transport
         self._pull = pull
         self._lane = lane
@@ -131,6 +135,8 @@ class Pipeline:
         self._broker_endpoint = broker_endpoint
         self._send_timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
+        self._replies = Replies(transport, broker_endpoint)
+        self.prober = Prober(transport, broker_endpoint, data_endpoint)
         self._way: _Way | None = None
         self._on_lane = 0
         self._generation = 0
@@ -154,6 +160,7 @@ class Pipeline:
         if self._receiver is not None:
             self._receiver.cancel()
         self.disconnect()
+        self._replies.close()
         self._pull.close()
 
     # ---- receive
@@ -170,11 +177,15 @@ class Pipeline:
                 self._feed(DataRefused(cause="data frame", error=error))
                 continue
             message = envelope.message
-            if isinstance(message, MicroBatch):  # nothing else is accepted
+            if isinstance(message, MicroBatch):
                 cause = f"batch {message.batch}"
                 self._feed(
                     BatchArrived(cause=cause, epoch=envelope.epoch, message=message, arrays=envelope.arrays)
                 )
+            elif isinstance(message, Ping):
+                self._replies.answer(message)
+            elif isinstance(message, Pong):
+                self.prober.heard(message)
 
     # ---- compute
 

@@ -17,6 +17,7 @@ from potluck.runtime.transport import Dealer, Pull, Transport
 from potluck.stage.compute import ComputeLane, LaneJob, Spent, ThreadLane
 from potluck.stage.effects import (
     CancelLoad,
+    CancelMeasure,
     ClearCaches,
     ConnectNext,
     Disconnect,
@@ -29,6 +30,8 @@ from potluck.stage.effects import (
     SendResult,
     StartCompute,
     StartLoad,
+    StartMeasure,
+    StartProbe,
 )
 from potluck.stage.engine import Engine, Loaded
 from potluck.stage.engines import make_engine
@@ -40,6 +43,13 @@ from potluck.stage.events import (
     LoadFailed,
     LoadFinished,
     LoadProgressed,
+    MeasureAsked,
+    MeasureBroke,
+    MeasureCancelled,
+    MeasureFinished,
+    MeasureProgressed,
+    ProbeAsked,
+    ProbeEnded,
     RefusedBy,
     Released,
     StageEvent,
@@ -55,9 +65,12 @@ from potluck.stage.settings import StageSettings
 from potluck.stage.state import StageIdentity
 from potluck.wire.errors import Phase, PotluckError, WireError
 from potluck.wire.ids import Epoch
+from potluck.wire.measures import Profile
 from potluck.wire.messages import (
     Assign,
     Envelope,
+    Measure,
+    Probe,
     Ready,
     Refused,
     Release,
@@ -69,7 +82,7 @@ from potluck.wire.messages import (
 
 log = logging.getLogger("potluck.stage")
 
-CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release})
+CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe})
 GOODBYE_S = 0.05
 """What the goodbye gets to leave this machine before its socket is closed."""
 
@@ -107,6 +120,7 @@ class StageWorker:
         self._timer_due_s: float | None = None
         self._exit: asyncio.Future[Exit]
         self._cancelled_load = 0
+        self._cancelled_measure = 0
         self._watchers: set[asyncio.Event] = set()
         self._ended = asyncio.Event()
 
@@ -143,6 +157,7 @@ class StageWorker:
             self._holder,
             self.feed,
             broker_endpoint=self._broker_endpoint,
+            data_endpoint=self._machine.me.data_endpoint,
             send_timeout_s=settings.send_timeout_s,
         )
         try:
@@ -236,6 +251,12 @@ class StageWorker:
                 self._dealer.close()
                 self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id)
                 self._reader = self._spawn(self._read_control(self._dealer))
+            case StartMeasure(number, message):
+                self._measure(number, message)
+            case CancelMeasure(number):
+                self._cancelled_measure = number
+            case StartProbe(message):
+                self._spawn(self._probe(message))
             case StartLoad(number, assign):
                 self._load(number, assign)
             case ClearCaches(number):
@@ -254,6 +275,34 @@ class StageWorker:
             case Exit():
                 if not self._exit.done():
                     self._exit.set_result(effect)
+
+    # ---- measuring: layers on the lane, links beside it
+
+    def _measure(self, number: int, message: Measure) -> None:
+        cause = f"measurement {number}"
+
+        def wanted() -> bool:
+            return self._cancelled_measure < number
+
+        def progressed(phase: Phase, done: int, total: int) -> None:
+            event = MeasureProgressed(cause=cause, number=number, phase=phase, done=done, total=total)
+            self._loop.call_soon_threadsafe(self.feed, event)
+
+        def done(result: Profile | PotluckError | None, _: Spent) -> None:
+            match result:
+                case None:
+                    self.feed(MeasureCancelled(cause=cause, number=number))
+                case PotluckError():
+                    self.feed(MeasureBroke(cause=cause, number=number, error=result))
+                case Profile():
+                    self.feed(MeasureFinished(cause=cause, number=number, profile=result))
+
+        bench = self._bench
+        self._lane.submit(LaneJob(lambda: attempt(lambda: bench(message, wanted, progressed)), done))
+
+    async def _probe(self, message: Probe) -> None:
+        link = await self._pipeline.prober.run(message)
+        self.feed(ProbeEnded(cause=f"probe {message.number}", number=message.number, link=link))
 
     # ---- loading, on the lane
 
@@ -324,6 +373,10 @@ def _event_of(envelope: Envelope) -> StageEvent:
             return Assigned(cause=cause, epoch=epoch, assign=assign)
         case Release():
             return Released(cause=cause, epoch=epoch)
+        case Measure() as measure:
+            return MeasureAsked(cause=cause, message=measure)
+        case Probe() as probe:
+            return ProbeAsked(cause=cause, message=probe)
         case other:
             raise WireError(f"{type(other).__name__} is not for a stage.")
 

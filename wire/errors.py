@@ -16,6 +16,7 @@ class Phase(StrEnum):
 
     START = "start"
     JOIN = "join"
+    MEASURE = "measure"
     PLAN = "plan"
     SLICE = "slice"
     LOAD = "load"

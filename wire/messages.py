@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from potluck.wire import limits
 from potluck.wire.errors import MalformedError, Phase, PotluckError, error_class
+from potluck.wire.forecast import Forecast
 from potluck.wire.frames import Buffer, Header, pack_body, pack_header, unpack_body, unpack_header
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
@@ -283,6 +284,16 @@ class StateQuery(Body, frozen=True):
     """Asks for the cluster's state as one snapshot."""
 
 
+class PlanQuery(Body, frozen=True):
+    """Asks for the plan in force, and what it would do for other numbers of users."""
+
+    users: Annotated[tuple[Annotated[int, Meta(ge=1, le=limits.USERS)], ...], Meta(max_length=32)] = ()
+    held_tokens: Annotated[int, Meta(ge=0, le=limits.PROMPT_TOKENS)] = 0
+    """Tokens that a sequence holds on average while it decodes; 0: as the broker plans."""
+    prompt_tokens: Annotated[int, Meta(ge=0, le=limits.PROMPT_TOKENS)] = 0
+    """Length of the prompt whose first token is predicted; 0: as the broker plans."""
+
+
 # ---- to a client, from the broker (control)
 
 
@@ -345,6 +356,10 @@ class HopSums(Body, frozen=True):
     compute_s: Seconds = 0.0
     wait_s: Seconds = 0.0
     bytes_in: Count = 0
+    expected_s: Seconds = 0.0
+    """What the plan predicted for the decode micro-batches among them, where it predicts."""
+    expected_compute_s: Seconds = 0.0
+    """What those took."""
 
 
 class StageView(Body, frozen=True):
@@ -381,6 +396,33 @@ class StateView(Body, frozen=True):
     uptime_s: float = 0.0
     tokens_out: int = 0
     detail: Text = ""
+
+
+class LinkView(Body, frozen=True):
+    """One direction between two devices; the broker's name is empty."""
+
+    sender: Text
+    receiver: Text
+    link: LinkTiming | None = None
+    """None: no frame got through."""
+
+
+class PlanView(Body, frozen=True):
+    """The plan in force, and why it is so."""
+
+    epoch: int
+    model: Text
+    users: Count = 1
+    reasons: Annotated[tuple[Text, ...], Meta(max_length=1024)] = ()
+    left_out: Annotated[tuple[Name, ...], Meta(max_length=limits.STAGES)] = ()
+    """Device names."""
+    forecast: Forecast | None = None
+    """Nothing where no device was measured."""
+    at: Annotated[tuple[Forecast, ...], Meta(max_length=32)] = ()
+    """For each number of users that was asked for."""
+    links: Annotated[tuple[LinkView, ...], Meta(max_length=limits.STAGES * (limits.STAGES + 1))] = ()
+    detail: Text = ""
+    """Why there is no plan, if there is none."""
 
 
 # ---- down a chain (data)
@@ -480,8 +522,8 @@ class BatchFailed(Body, frozen=True):
 Message: TypeAlias = (
     Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
     | Welcome | Refused | Assign | Release | Measure | Probe
-    | Submit | Cancel | StateQuery
-    | Accepted | Delta | Finished | Rejected | StateView
+    | Submit | Cancel | StateQuery | PlanQuery
+    | Accepted | Delta | Finished | Rejected | StateView | PlanView
     | MicroBatch | BatchDone | BatchFailed | Ping | Pong
 )  # fmt: skip
 
@@ -489,8 +531,8 @@ KINDS: dict[int, type[Message]] = {
     1: Register, 2: Heartbeat, 3: Progress, 4: Ready, 5: StageFailed, 6: Goodbye,
     7: Measured, 8: MeasureFailed, 9: Probed,
     16: Welcome, 17: Refused, 18: Assign, 19: Release, 20: Measure, 21: Probe,
-    32: Submit, 33: Cancel, 34: StateQuery,
-    48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView,
+    32: Submit, 33: Cancel, 34: StateQuery, 35: PlanQuery,
+    48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView, 53: PlanView,
     64: MicroBatch, 65: BatchDone, 66: BatchFailed, 67: Ping, 68: Pong,
 }  # fmt: skip
 KIND_OF: dict[type, int] = {message: kind for kind, message in KINDS.items()}
@@ -554,8 +596,9 @@ def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.i
 __all__ = [
     "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities",
     "ChainId", "ChatMessage", "Delta", "DeviceName", "Envelope", "ErrorInfo", "Finished", "Goodbye", "Heartbeat",
-    "Hop", "HopSums", "Measure", "MeasureFailed", "Measured", "Message", "MicroBatch", "ModelRef", "Ping", "Pong",
-    "Probe", "Probed", "Progress", "Ready", "Refused", "Register", "Rejected", "Release", "RequestId", "SlotId",
-    "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId", "StageView", "StateQuery", "StateView",
-    "Submit", "Timings", "Trim", "Usage", "Welcome", "decode", "encode", "int32_array",
+    "Hop", "HopSums", "LinkView", "Measure", "MeasureFailed", "Measured", "Message", "MicroBatch", "ModelRef",
+    "Ping", "PlanQuery", "PlanView", "Pong", "Probe", "Probed", "Progress", "Ready", "Refused", "Register",
+    "Rejected", "Release", "RequestId", "SlotId", "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId",
+    "StageView", "StateQuery", "StateView", "Submit", "Timings", "Trim", "Usage", "Welcome", "decode", "encode",
+    "int32_array",
 ]  # fmt: skip

@@ -33,9 +33,9 @@ from potluck.broker.events import (
 )
 from potluck.broker.machine import BrokerMachine
 from potluck.planner.even import plan_even
-from potluck.planner.plan import ModelShape
+from potluck.planner.plan import ModelShape, Planner
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, MicroBatch, ModelRef, Refused, Release, Welcome
+from potluck.wire.messages import Assign, Measure, MicroBatch, ModelRef, Probe, Refused, Release, Welcome
 
 LAYERS = 12
 VOCAB = 300
@@ -105,7 +105,7 @@ class ChainWorld:
 class CoreWorld:
     """The core, its clock, its stages, and what clients have heard."""
 
-    def __init__(self, config: BrokerConfig | None = None) -> None:
+    def __init__(self, config: BrokerConfig | None = None, planner: Planner = plan_even) -> None:
         self.now = 0.0
         self.config = config or BrokerConfig(
             slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, queue_limit=50
@@ -115,11 +115,13 @@ class CoreWorld:
             MODEL,
             SHAPE,
             LetterVocabulary(),
-            plan_even,
+            planner,
             lambda stage: "tcp://broker:7947",
             "test",
         )
         self.alive: set[StageId] = set()
+        self.measuring: deque[tuple[StageId, Measure]] = deque()
+        self.probing: dict[int, tuple[StageId, Probe]] = {}
         self.loading: deque[tuple[StageId, Epoch]] = deque()
         self.chains: dict[ChainId, ChainWorld] = {}
         self.refused: list[StageId] = []
@@ -212,6 +214,10 @@ class CoreWorld:
                 self.refused.append(stage)
             case SendToStage(stage, Release(), _):
                 self.released.append(stage)
+            case SendToStage(stage, Measure() as message, _):
+                self.measuring.append((stage, message))
+            case SendToStage(stage, Probe() as message, _):
+                self.probing[message.number] = (stage, message)
             case SendToStage(_, Welcome(), _):
                 pass
             case OpenChain(chain, epoch, _):

@@ -1,0 +1,78 @@
+"""Whether a better plan is worth that stages which serve are given other layers. Pure.
+
+Where speeds are known, the plan must be better by `least_gain`, and the time that loading takes must be won back within
+`repay_s`. After a move because of drift the next one waits, each time twice as long, so a device that changes its speed
+again and again does not make the plan do so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.broker import measuring
+from potluck.broker.core import Core
+from potluck.planner.measured import forecast
+from potluck.planner.plan import Network, Plan
+from potluck.wire.forecast import Forecast
+
+USUAL_LOAD_S = 5.0
+"""What loading is taken to cost before any load was seen."""
+MOST_HOLD_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether to move, and what to say about it."""
+
+    move: bool
+    text: str = ""
+    again_s: float | None = None
+    """Seconds after which to ask again."""
+
+
+def worth_it(core: Core, plan: Plan, network: Network) -> Verdict:
+    """Whether chains that serve are to give way to `plan`."""
+    chains = tuple(chain.plan for chain in core.state.chains.values())
+    if chains == plan.chains:
+        return Verdict(False)
+    stages = core.usable()
+    now = forecast(core.shape, measuring.candidates(core, stages), network, core.config.demand, Plan(chains))
+    if plan.forecast is None or now is None:
+        before = {place.stage for chain in chains for place in chain.stages}
+        return Verdict(before != {place.stage for chain in plan.chains for place in chain.stages})
+    gain = _rate(plan.forecast) / max(_rate(now), 1e-12) - 1.0
+    if gain < core.config.least_gain:
+        return Verdict(False)
+    share = 1.0 - 1.0 / (1.0 + gain)
+    cost_s = max((stage.load_s for stage in stages), default=0.0) or USUAL_LOAD_S
+    if share * core.config.repay_s < cost_s:
+        return Verdict(
+            False,
+            f"A plan that is {100 * gain:.0f} % faster is left aside: loading it takes about {cost_s:.0f} s.",
+        )
+    held_until_s = core.moved_s + core.hold_s
+    if core.drifted and core.now < held_until_s:
+        return Verdict(False, again_s=held_until_s - core.now)
+    return Verdict(True, f"A better plan: {_words(now)} become {_words(plan.forecast)}.")
+
+
+def note(core: Core) -> None:
+    """Stages are about to be moved."""
+    if not core.drifted:
+        return
+    quiet = core.now > core.moved_s + MOST_HOLD_S
+    core.hold_s = core.config.drift_hold_s if quiet else min(2 * core.hold_s, MOST_HOLD_S)
+    core.moved_s = core.now
+
+
+def _rate(forecast_: Forecast) -> float:
+    """What a plan is for: with one user tokens per second of one, otherwise of all."""
+    if forecast_.users <= 1:
+        return 1.0 / forecast_.token_s if forecast_.token_s > 0 else 0.0
+    return forecast_.tokens_per_s
+
+
+def _words(forecast_: Forecast) -> str:
+    if forecast_.users <= 1:
+        return f"{1000 * forecast_.token_s:.1f} ms per token"
+    return f"{forecast_.tokens_per_s:.1f} tokens/s"
