@@ -31,6 +31,7 @@ from potluck.model.reference import reference
 from potluck.model.verified import is_verified
 from potluck.planner.even import plan_even
 from potluck.planner.manual import ManualPlanner, parse_layers
+from potluck.planner.measured import MeasuredPlanner
 from potluck.planner.plan import Planner
 from potluck.planner.shape import shape_of
 from potluck.runtime.address import (
@@ -77,6 +78,18 @@ ANY = ("0.0.0.0", "*", "::")
     metavar="DEVICE=FIRST-LAST",
     help="Give a device these layers, both included. May be repeated; then all layers must be given.",
 )
+@click.option(
+    "--plan",
+    default="measured",
+    type=click.Choice(["measured", "even"]),
+    help="Measure devices and links for the best plan, or give every stage an even share.",
+)
+@click.option(
+    "--users",
+    default=1,
+    type=click.IntRange(1, limits.USERS),
+    help="People served at the same time: 1 plans for the least time per token, more for tokens per second.",
+)
 @click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences served at the same time.")
 @click.option(
     "--context",
@@ -111,6 +124,8 @@ def main(
     http: str,
     stages: int,
     layers: tuple[str, ...],
+    plan: str,
+    users: int,
     slots: int,
     context: int,
     chunk: int,
@@ -141,8 +156,14 @@ def main(
         min_stages=stages,
         activation="f32" if activation == "auto" else activation,
         exact=exact,
+        users=users,
+        measure=plan == "measured",
     )
-    planner = ManualPlanner(parse_layers(layers)) if layers else plan_even
+    planner: Planner
+    if layers:
+        planner = ManualPlanner(parse_layers(layers))
+    else:
+        planner = MeasuredPlanner(settings.demand) if plan == "measured" else plan_even
     where = Where(listen_address, port, results_port, http, announce)
     sys.exit(run(serve(facts, alias or model.stem, settings, planner, where)))
 

@@ -42,6 +42,8 @@ from potluck.wire.messages import (
     Delta,
     ErrorInfo,
     Finished,
+    PlanQuery,
+    PlanView,
     Refused,
     Rejected,
     StateQuery,
@@ -57,7 +59,10 @@ ASK_S = 5.0
 """After this long without news of a request the broker is asked whether it is still there."""
 _Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
 
-ACCEPT: frozenset[type] = frozenset({Accepted, Delta, Finished, Rejected, StateView, Refused})
+ACCEPT: frozenset[type] = frozenset({Accepted, Delta, Finished, Rejected, StateView, PlanView, Refused})
+
+
+View = TypeVar("View", StateView, PlanView)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Client:
         self._dealer = self._transport.dealer(where, f"client-{secrets.token_hex(8)}")
         self._streams: dict[str, asyncio.Queue[_Heard]] = {}
         self._views: list[asyncio.Future[StateView]] = []
+        self._plans: list[asyncio.Future[PlanView]] = []
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._broker_born_s = float("-inf")
@@ -108,16 +114,25 @@ class Client:
 
     async def state(self, timeout_s: float = 5.0) -> StateView:
         """The cluster now. Raises NoBrokerError."""
-        future: asyncio.Future[StateView] = asyncio.get_running_loop().create_future()
-        self._views.append(future)
-        self._dealer.send(encode(StateQuery()))
+        return await self._ask(StateQuery(), self._views, timeout_s)
+
+    async def plan(self, query: PlanQuery | None = None, timeout_s: float = 20.0) -> PlanView:
+        """The plan in force and its forecast. Raises NoBrokerError."""
+        return await self._ask(query or PlanQuery(), self._plans, timeout_s)
+
+    async def _ask(
+        self, query: StateQuery | PlanQuery, waiting: list[asyncio.Future[View]], timeout_s: float
+    ) -> View:
+        future: asyncio.Future[View] = self._loop.create_future()
+        waiting.append(future)
+        self._dealer.send(encode(query))
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise self._silence(timeout_s) from None
         finally:
-            if future in self._views:
-                self._views.remove(future)
+            if future in waiting:
+                waiting.remove(future)
 
     async def stream(
         self,
@@ -221,12 +236,17 @@ class Client:
                     for future in self._views:
                         if not future.done():
                             future.set_result(message)
+                case PlanView():
+                    for plan in self._plans[:1]:  # one answer per question, in their order
+                        if not plan.done():
+                            plan.set_result(message)
+                    del self._plans[:1]
                 case Refused():
                     for queue in self._streams.values():
                         queue.put_nowait(message)
-                    for future in self._views:
-                        if not future.done():
-                            future.set_exception(message.error.restore())
+                    for asked in (*self._views, *self._plans):
+                        if not asked.done():
+                            asked.set_exception(message.error.restore())
                 case Accepted() | Delta() | Finished() | Rejected():
                     waiting = self._streams.get(message.request)
                     if waiting is not None:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeAlias
 
 from potluck.runtime.address import endpoint
 from potluck.runtime.transport import Dealer, Pull, Transport
@@ -58,7 +58,7 @@ from potluck.stage.events import (
     TimePassed,
     Welcomed,
 )
-from potluck.stage.holder import Holder, Models
+from potluck.stage.holder import Holder, Models, Progressed
 from potluck.stage.machine import StageMachine
 from potluck.stage.pipeline import Pipeline, attempt
 from potluck.stage.settings import StageSettings
@@ -83,6 +83,8 @@ from potluck.wire.messages import (
 log = logging.getLogger("potluck.stage")
 
 CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe})
+Bench: TypeAlias = Callable[[Measure, Callable[[], bool], Progressed], Profile | None]
+"""Measures this device; None if that was no longer wanted on the way. Raises PotluckError. Runs on the lane."""
 GOODBYE_S = 0.05
 """What the goodbye gets to leave this machine before its socket is closed."""
 
@@ -99,8 +101,11 @@ class StageWorker:
         lane: Callable[[], ComputeLane] = ThreadLane,
         engine: Callable[[], Engine] | None = None,
         stage_id: str | None = None,
+        bench: Bench | None = None,
     ) -> None:
-        """`engine` makes the engine in place of the one that the settings name."""
+        """`engine` makes the engine in place of the one that the settings name, `bench` measures in place of the real
+        benchmark.
+        """
         self.settings = settings
         self.stage_id = stage_id or f"{settings.device}/{secrets.token_hex(3)}"
         self.error: PotluckError | None = None
@@ -110,6 +115,7 @@ class StageWorker:
         models = Models(settings.models, settings.cache_dir)
         make = engine or (lambda: make_engine(settings.engine))
         self._holder = Holder(make, models, settings.threads, settings.gpu_layers)
+        self._bench: Bench = bench or self._real_bench
         self._loop: asyncio.AbstractEventLoop
         self._machine: StageMachine | None = None
         self._pipeline: Pipeline
@@ -121,6 +127,7 @@ class StageWorker:
         self._exit: asyncio.Future[Exit]
         self._cancelled_load = 0
         self._cancelled_measure = 0
+        self._probes: set[asyncio.Task[None]] = set()
         self._watchers: set[asyncio.Event] = set()
         self._ended = asyncio.Event()
 
@@ -189,6 +196,8 @@ class StageWorker:
         if self._timer is not None:
             self._timer.cancel()
         self._reader.cancel()
+        for probe in self._probes:
+            probe.cancel()
         self._pipeline.close()
         self._dealer.close()
         await self._lane.close(self._holder.close, self.settings.close_timeout_s)
@@ -256,7 +265,9 @@ class StageWorker:
             case CancelMeasure(number):
                 self._cancelled_measure = number
             case StartProbe(message):
-                self._spawn(self._probe(message))
+                probe = self._spawn(self._probe(message))
+                self._probes.add(probe)
+                probe.add_done_callback(self._probes.discard)
             case StartLoad(number, assign):
                 self._load(number, assign)
             case ClearCaches(number):
@@ -299,6 +310,11 @@ class StageWorker:
 
         bench = self._bench
         self._lane.submit(LaneJob(lambda: attempt(lambda: bench(message, wanted, progressed)), done))
+
+    def _real_bench(
+        self, message: Measure, wanted: Callable[[], bool], progressed: Progressed
+    ) -> Profile | None:
+        raise NotImplementedError
 
     async def _probe(self, message: Probe) -> None:
         link = await self._pipeline.prober.run(message)

@@ -69,7 +69,7 @@ class LocalCluster:
         """The broker, on free ports of the loopback."""
         self.broker = await self._spawn(
             "broker", "potluck.broker.cli", "--model", str(self.model), "--listen-address", "127.0.0.1",
-            "--announce", *_free_ports(options), *options, stdout=asyncio.subprocess.PIPE,
+            "--announce", *_defaults(options), *options, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert self.broker.process.stdout is not None
         try:
@@ -127,8 +127,9 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("POTLUCK_") or key in kept}
 
 
-def _free_ports(options: Sequence[str]) -> list[str]:
-    wanted = {"--port": "0", "--results-port": "0", "--http": "127.0.0.1:0"}
+def _defaults(options: Sequence[str]) -> list[str]:
+    """Free ports, and an even plan: stages of one machine that are measured at the same time disturb each other."""
+    wanted = {"--port": "0", "--results-port": "0", "--http": "127.0.0.1:0", "--plan": "even"}
     return [part for flag, value in wanted.items() if flag not in options for part in (flag, value)]
 
 

@@ -23,7 +23,7 @@ from potluck.broker.machine import BrokerMachine
 from potluck.broker.rest import make_app
 from potluck.broker.server import BrokerServer
 from potluck.planner.even import plan_even
-from potluck.planner.plan import ModelShape
+from potluck.planner.plan import ModelShape, Planner
 from potluck.runtime.client import Client
 from potluck.runtime.memory import MemoryNetwork, MemoryTransport
 from potluck.stage.compute import InlineLane
@@ -34,7 +34,8 @@ from potluck.stage.events import StageEvent, Welcomed
 from potluck.stage.settings import StageSettings
 from potluck.stage.worker import StageWorker
 from potluck.wire.ids import Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, ChatMessage, ModelRef
+from potluck.wire.measures import Profile, Speed, Timing
+from potluck.wire.messages import Assign, ChatMessage, Measure, ModelRef
 from potluck.wire.sampling import GREEDY, Sampling
 from sim.call import Call
 from sim.weather import HOST, Forecast, HostsLoop
@@ -84,6 +85,14 @@ class Cost:
     batch_s: float = 0.0
     token_layer_s: float = 0.0
     load_s: float = 0.0
+
+    def profile(self, message: Measure) -> Profile:
+        """What the real benchmark would find."""
+        timings = tuple(Timing(rows, 0, rows * self.token_layer_s) for rows in (1, 16))
+        speed = Speed(decode=timings, prefill=timings, call_s=self.batch_s, layer_bytes=100)
+        return Profile(
+            message.model.fingerprint, cpu=speed, slots=message.slots, context_tokens=message.context_tokens
+        )
 
 
 class WatchedStage(StageWorker):
@@ -141,11 +150,14 @@ class WatchedBroker(BrokerServer):
 class House:
     """The broker and whoever else there is. Stages run until they are killed, leave, or the house closes."""
 
-    def __init__(self, config: BrokerConfig = CONFIG, weather: Forecast | None = None) -> None:
+    def __init__(
+        self, config: BrokerConfig = CONFIG, weather: Forecast | None = None, planner: Planner = plan_even
+    ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, HostsLoop)
         self.loop = loop
         self.config = config
+        self.planner = planner
         self.weather = weather or Forecast()
         self.network = MemoryNetwork(self.weather)
         self.workers: dict[str, WatchedStage] = {}
@@ -173,7 +185,7 @@ class House:
             MODEL,
             SHAPE,
             CODEC,
-            plan_even,
+            self.planner,
             lambda stage: RESULTS,
             "sim",
             first_epoch=Epoch(1000 * next(self._starts)),
@@ -213,6 +225,7 @@ class House:
             lane=InlineLane,
             engine=lambda: FakeEngine(cost.token_layer_s, cost.batch_s),
             stage_id=f"{name}/{next(self._starts)}",
+            bench=lambda message, wanted, progressed: cost.profile(message),
         )
         worker.house, worker.load_s = self, cost.load_s
         self.workers[name] = worker
@@ -396,12 +409,13 @@ def in_house(
     *,
     config: BrokerConfig = CONFIG,
     weather: Forecast | None = None,
+    planner: Planner = plan_even,
     within_s: float = 600.0,
 ) -> T:
     """Runs a story in a new house to its end, and fails if that is not reached within this much virtual time."""
 
     async def run() -> T:
-        house = House(config, weather)
+        house = House(config, weather, planner)
         try:
             async with asyncio.timeout(within_s):
                 result = await story(house)
