@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from potluck.planner.cost import Place, StageCost, chain_forecast, plan_forecast
+from potluck.planner.even import plan_even
 from potluck.planner.plan import Candidate, Demand, ModelShape, Network, Plan
 from potluck.wire.forecast import Forecast
 
@@ -21,3 +23,15 @@ def forecast(
         places = [Place(known[p.stage], p.first, p.end) for p in chain.stages]
         chains.append(chain_forecast(places, network, demand, chain.users or demand.users))
     return plan_forecast(chains, demand)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlanner:
+    """Being built: an even split with a forecast."""
+
+    demand: Demand
+
+    def __call__(self, model: ModelShape, candidates: Sequence[Candidate], network: Network) -> Plan:
+        """See Planner."""
+        plan = plan_even(model, candidates, network)
+        return replace(plan, forecast=forecast(model, candidates, network, self.demand, plan))
