@@ -244,9 +244,10 @@ class Client:
                 case Refused():
                     for queue in self._streams.values():
                         queue.put_nowait(message)
-                    for asked in (*self._views, *self._plans):
-                        if not asked.done():
-                            asked.set_exception(message.error.restore())
+                    asked: list[asyncio.Future[Any]] = [*self._views, *self._plans]
+                    for question in asked:
+                        if not question.done():
+                            question.set_exception(message.error.restore())
                 case Accepted() | Delta() | Finished() | Rejected():
                     waiting = self._streams.get(message.request)
                     if waiting is not None:

@@ -87,7 +87,8 @@ class Prober:
 
     async def _ping(self, push: Push, number: int, index: int, array: Buffer, patience_s: float) -> float:
         """Seconds until the answer was there. Raises TimeoutError."""
-        wait = self._waits[number, index] = self._loop.create_future()
+        wait: asyncio.Future[float] = self._loop.create_future()
+        self._waits[number, index] = wait
         begun_s = self._loop.time()
         frames = encode(Ping(number, index, self._reply_endpoint), Epoch(0), [array])
         try:

@@ -128,11 +128,11 @@ async def run_throughput(
     ):
         view = [view async for view in cluster.wait_ready(client)][-1]
         held = {stage.device: (stage.first or 0, (stage.end or 1) - 1) for stage in view.stages}
-        await _Round(
-            client, _prompts(chance, 2, prompt_tokens, facts.vocab), 4
+        await Round(
+            client, random_prompts(chance, 2, prompt_tokens, facts.vocab), 4
         ).run()  # nothing is cold afterwards
         rows = [
-            await _Round(client, _prompts(chance, count, prompt_tokens, facts.vocab), generate).run()
+            await Round(client, random_prompts(chance, count, prompt_tokens, facts.vocab), generate).run()
             for count in parallel
         ]
     return ThroughputReport(model.name, tuple(cores), held, tuple(rows))
@@ -152,12 +152,13 @@ def _assigned(layers: Sequence[int] | None, stages: int) -> list[str]:
     return options
 
 
-def _prompts(chance: random.Random, count: int, tokens: int, vocab: int) -> list[list[int]]:
+def random_prompts(chance: random.Random, count: int, tokens: int, vocab: int) -> list[list[int]]:
+    """`count` prompts of so many tokens, drawn at random."""
     return [[chance.randrange(1, vocab) for _ in range(tokens)] for _ in range(count)]
 
 
 @dataclass(slots=True)
-class _Round:
+class Round:
     """All sequences of one row, from the first submission to the last token."""
 
     client: Client

@@ -185,6 +185,42 @@ def throughput(
     click.echo(report.to_json() if as_json else report.to_text())
 
 
+@bench.command("plan")
+@click.option(
+    "--model", "-m", type=click.Path(path_type=Path), help="A GGUF file.  [default: the demo's model]"
+)
+@click.option("--cores", default="0,1", help="One stage of one thread per core, pinned to it.")
+@click.option(
+    "--share", "shares", default="100,30", help="Per cent of its core for each stage (root, Linux)."
+)
+@click.option("--users", default=4, type=click.IntRange(1, 256), help="Sequences at the same time.")
+@click.option("--prompt-tokens", default=16, type=click.IntRange(1))
+@click.option("--generate", default=64, type=click.IntRange(2), help="Tokens of each answer.")
+@click.option("--rounds", default=3, type=click.IntRange(1), help="How often each split is tried, in turn.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def bench_plan(
+    model: Path | None,
+    cores: str,
+    shares: str,
+    users: int,
+    prompt_tokens: int,
+    generate: int,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """The planned split against an even one on unequal devices, and the forecast against the clock."""
+    from potluck.tools.bench_plan import run_plan
+    from potluck.tools.demo import demo_model
+
+    report = run(
+        run_plan(
+            model or demo_model(), _numbers(cores, "--cores"), [n / 100 for n in _numbers(shares, "--share")], users,
+            prompt_tokens=prompt_tokens, generate=generate, rounds=rounds,
+        )
+    )  # fmt: skip
+    click.echo(report.to_json() if as_json else report.to_text())
+
+
 def _prompt(given: str | None) -> str:
     if given not in (None, "-"):
         return str(given)

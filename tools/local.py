@@ -146,7 +146,7 @@ async def local_cluster(
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         cluster = LocalCluster(model, Path(folder))
         try:
-            await cluster.start_broker("--stages", str(stages), *broker_options)
+            await cluster.start_broker(*(["--stages", str(stages)] if stages else []), *broker_options)
             for index in range(stages):
                 name = names[index] if index < len(names) else stage_name(index)
                 await cluster.start_stage(name, cpu=cpus[index] if index < len(cpus) else None)
