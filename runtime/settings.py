@@ -6,7 +6,6 @@ defaults (`defaults_for`). configs/potluck.yaml explains every key.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +15,11 @@ import yaml
 from msgspec import Meta
 
 from potluck.wire.errors import SettingsError
+from potluck.wire.plain import convert
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 FILE_BYTES = 1 << 20
+PAGE = "configs/potluck.yaml"
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,54 +109,35 @@ class Settings(_Section, frozen=True):
 
 def load_settings(path: Path) -> Settings:
     """The file's settings. Raises SettingsError naming file and key."""
+    return parse_settings(read_yaml(path, "--config", PAGE), str(path))
+
+
+def read_yaml(path: Path, option: str, page: str) -> Any:
+    """A YAML file as plain data. `option` named the file, `page` shows what such a file looks like.
+
+    Raises SettingsError naming the file, and the line where there is one.
+    """
     try:
         text = path.read_bytes()[: FILE_BYTES + 1]
     except OSError as error:
         raise SettingsError(
-            f"Can't read {path}: {error.strerror}.", hint="Check the path given with --config."
+            f"Can't read {path}: {error.strerror}.", hint=f"Check the path given with {option}."
         ) from error
     if len(text) > FILE_BYTES:
-        raise SettingsError(f"{path} is larger than {FILE_BYTES} bytes.", hint="Is it a settings file?")
+        raise SettingsError(f"{path} is larger than {FILE_BYTES} bytes.", hint=f"{page} is what such a file looks like.")
     try:
-        raw = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
         raise SettingsError(
-            f"{path} is not valid YAML{where}.", hint="Compare it with configs/potluck.yaml."
+            f"{path} is not valid YAML{where}.", hint=f"Compare it with {page}."
         ) from error
-    return parse_settings(raw, str(path))
 
 
 def parse_settings(raw: Any, source: str) -> Settings:
     """Settings from plain data. Raises SettingsError naming source and key."""
-    if raw is None:
-        return Settings()
-    _check_keys(raw, Settings, source, "")
-    try:
-        return msgspec.convert(raw, Settings)
-    except msgspec.ValidationError as error:
-        raise SettingsError(
-            f"{source}: {error}", hint="configs/potluck.yaml shows every key with its unit."
-        ) from error
-
-
-def _check_keys(raw: Any, kind: type[msgspec.Struct], source: str, prefix: str) -> None:
-    """Raises for the first key that is not of this section; a section that is empty in YAML counts as left out."""
-    if not isinstance(raw, dict):
-        raise SettingsError(f"{source}: {prefix.rstrip('.') or 'the file'} must be keys and values.")
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key in list(raw):
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"Did you mean {prefix}{near[0]}?" if near else "configs/potluck.yaml lists every key."
-            raise SettingsError(f"{source}: there is no setting {prefix}{key}.", hint=hint)
-        inner = fields[key]
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            if raw[key] is None:
-                del raw[key]
-            else:
-                _check_keys(raw[key], inner, source, f"{prefix}{key}.")
+    return Settings() if raw is None else convert(raw, Settings, source, PAGE)
 
 
 def without_effect(settings: Settings) -> tuple[str, ...]:

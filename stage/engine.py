@@ -68,6 +68,9 @@ class Loaded:
     weights_bytes: int
     kv_bytes: int = 0
     compute_bytes: int = 0
+    """Buffers that are in use while a micro-batch is computed, the engine's own arrays among them."""
+    copied_bytes: int = 0
+    """Weights laid out anew in memory, besides the file's own bytes."""
 
 
 @dataclass(frozen=True, slots=True)

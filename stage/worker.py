@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from potluck.runtime.address import endpoint
 from potluck.runtime.transport import Dealer, Pull, Transport
+from potluck.stage.bench import Bench, BenchSettings
 from potluck.stage.compute import ComputeLane, LaneJob, Spent, ThreadLane
 from potluck.stage.effects import (
     CancelLoad,
@@ -83,7 +84,7 @@ from potluck.wire.messages import (
 log = logging.getLogger("potluck.stage")
 
 CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe})
-Bench: TypeAlias = Callable[[Measure, Callable[[], bool], Progressed], Profile | None]
+Measurer: TypeAlias = Callable[[Measure, Callable[[], bool], Progressed], Profile | None]
 """Measures this device; None if that was no longer wanted on the way. Raises PotluckError. Runs on the lane."""
 GOODBYE_S = 0.05
 """What the goodbye gets to leave this machine before its socket is closed."""
@@ -101,9 +102,9 @@ class StageWorker:
         lane: Callable[[], ComputeLane] = ThreadLane,
         engine: Callable[[], Engine] | None = None,
         stage_id: str | None = None,
-        bench: Bench | None = None,
+        measure: Measurer | None = None,
     ) -> None:
-        """`engine` makes the engine in place of the one that the settings name, `bench` measures in place of the real
+        """`engine` makes the engine in place of the one that the settings name, `measure` takes the place of the
         benchmark.
         """
         self.settings = settings
@@ -115,7 +116,14 @@ class StageWorker:
         models = Models(settings.models, settings.cache_dir)
         make = engine or (lambda: make_engine(settings.engine))
         self._holder = Holder(make, models, settings.threads, settings.gpu_layers)
-        self._bench: Bench = bench or self._real_bench
+        bench = BenchSettings(
+            settings.device,
+            settings.engine,
+            settings.threads,
+            gpu=bool(settings.capabilities.gpus),
+            capabilities=settings.capabilities,
+        )
+        self._measurer: Measurer = measure or Bench(make, models, bench)
         self._loop: asyncio.AbstractEventLoop
         self._machine: StageMachine | None = None
         self._pipeline: Pipeline
@@ -308,13 +316,8 @@ class StageWorker:
                 case Profile():
                     self.feed(MeasureFinished(cause=cause, number=number, profile=result))
 
-        bench = self._bench
-        self._lane.submit(LaneJob(lambda: attempt(lambda: bench(message, wanted, progressed)), done))
-
-    def _real_bench(
-        self, message: Measure, wanted: Callable[[], bool], progressed: Progressed
-    ) -> Profile | None:
-        raise NotImplementedError
+        measure = self._measurer
+        self._lane.submit(LaneJob(lambda: attempt(lambda: measure(message, wanted, progressed)), done))
 
     async def _probe(self, message: Probe) -> None:
         link = await self._pipeline.prober.run(message)

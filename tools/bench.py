@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -21,10 +21,11 @@ from potluck.model.facts import read_facts
 from potluck.runtime.client import Client
 from potluck.tools.local import local_cluster, stage_name
 from potluck.wire.errors import UsageError
-from potluck.wire.messages import Delta, StateView
+from potluck.wire.messages import Delta, PlanQuery, StateView
 from potluck.wire.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
+LOAD_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,13 @@ class Row:
     compute_ms: float
     """What the stages computed for one micro-batch, added up."""
     busy: dict[str, float]
+    predicted_tokens_per_s: float | None = None
+    """By the plan, where the devices were measured."""
+
+    @property
+    def slowest(self) -> str:
+        """The stage that was busiest."""
+        return max(self.busy, key=lambda name: self.busy[name], default="")
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -50,6 +58,12 @@ class Row:
             "token_ms": round(self.token_ms, 3),
             "compute_ms": round(self.compute_ms, 3),
             "busy": {name: round(share, 4) for name, share in self.busy.items()},
+            "slowest": self.slowest,
+            **(
+                {}
+                if self.predicted_tokens_per_s is None
+                else {"predicted_tokens_per_s": round(self.predicted_tokens_per_s, 2)}
+            ),
         }
 
 
@@ -77,6 +91,7 @@ class ThroughputReport:
     def to_text(self) -> str:
         """A table."""
         names = list(self.layers)
+        predicted = any(row.predicted_tokens_per_s is not None for row in self.rows)
         head = [
             "parallel",
             "decode t/s",
@@ -84,6 +99,7 @@ class ThroughputReport:
             "first token s",
             "ms/token",
             *[f"{n} busy" for n in names],
+            *(["predicted t/s"] if predicted else []),
         ]
         lines = [
             f"{self.model}, one thread per stage on cores {', '.join(map(str, self.cores))}",
@@ -97,8 +113,11 @@ class ThroughputReport:
                 f"{row.ttft_s:.2f}",
                 f"{row.token_ms:.1f}",
                 *[f"{100 * row.busy[name]:.0f} %" for name in names],
+                *([f"{row.predicted_tokens_per_s or 0.0:.1f}"] if predicted else []),
             ]
             lines.append("  ".join(cell.rjust(len(title)) for cell, title in zip(cells, head, strict=True)))
+        if len(names) > 1:
+            lines.append(f"{self.rows[-1].slowest} is the slowest stage.")
         return "\n".join(lines)
 
 
@@ -111,8 +130,11 @@ async def run_throughput(
     generate: int,
     activation: str,
     layers: Sequence[int] | None = None,
+    plan: str = "even",
 ) -> ThroughputReport:
-    """Measures each number of sequences in turn on one cluster. `layers` gives each stage so many, in order."""
+    """Measures each number of sequences in turn on one cluster. `layers` gives each stage so many, in order; `plan` is
+    even or measured (with the most sequences in mind).
+    """
     facts = read_facts(model)
     if not cores or not parallel or min(parallel) < 1:
         raise UsageError("Give at least one core and one number of sequences.")
@@ -120,14 +142,15 @@ async def run_throughput(
         *_assigned(layers, len(cores)),
         "--slots", str(max(parallel)), "--context", str(prompt_tokens + generate + 16), "--activation", activation,
         "--http", "off", "--misses", "30", "--log-level", "warning",
+        "--plan", plan, "--users", str(max(parallel)),
     ]  # fmt: skip
     chance = random.Random(7)
     async with (
         local_cluster(model, len(cores), *options, cpus=cores) as cluster,
         Client(cluster.address) as client,
     ):
-        view = [view async for view in cluster.wait_ready(client)][-1]
-        held = {stage.device: (stage.first or 0, (stage.end or 1) - 1) for stage in view.stages}
+        view = [view async for view in cluster.wait_ready(client, LOAD_S)][-1]
+        held = {stage.device: (stage.first or 0, (stage.end or 1) - 1) for stage in view.stages if stage.end}
         await Round(
             client, random_prompts(chance, 2, prompt_tokens, facts.vocab), 4
         ).run()  # nothing is cold afterwards
@@ -135,6 +158,13 @@ async def run_throughput(
             await Round(client, random_prompts(chance, count, prompt_tokens, facts.vocab), generate).run()
             for count in parallel
         ]
+        held_tokens = prompt_tokens + generate // 2
+        plans = await client.plan(PlanQuery(tuple(parallel), held_tokens, prompt_tokens))
+        if plans.at:
+            rows = [
+                replace(row, predicted_tokens_per_s=forecast.tokens_per_s)
+                for row, forecast in zip(rows, plans.at, strict=True)
+            ]
     return ThroughputReport(model.name, tuple(cores), held, tuple(rows))
 
 

@@ -159,6 +159,9 @@ def bench() -> None:
 @click.option("--prompt-tokens", default=16, type=click.IntRange(1))
 @click.option("--generate", default=64, type=click.IntRange(2), help="Tokens of each answer.")
 @click.option("--layers", help="Layers of each stage, for example 17,13.  [default: as planned]")
+@click.option(
+    "--plan", default="even", type=click.Choice(["even", "measured"]), help="How layers are shared out."
+)
 @click.option("--activation", default="f32", type=click.Choice(["f32", "f16"]))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def throughput(
@@ -168,6 +171,7 @@ def throughput(
     prompt_tokens: int,
     generate: int,
     layers: str | None,
+    plan: str,
     activation: str,
     as_json: bool,
 ) -> None:
@@ -179,7 +183,7 @@ def throughput(
         run_throughput(
             model or demo_model(), _numbers(cores, "--cores"), _numbers(parallel, "--parallel"),
             prompt_tokens=prompt_tokens, generate=generate, activation=activation,
-            layers=None if layers is None else _numbers(layers, "--layers"),
+            layers=None if layers is None else _numbers(layers, "--layers"), plan=plan,
         )
     )  # fmt: skip
     click.echo(report.to_json() if as_json else report.to_text())

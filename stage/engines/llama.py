@@ -24,7 +24,13 @@ from potluck.stage.engines import llama_loading as loading
 from potluck.stage.engines.llama_batch import CallArrays, Filled
 from potluck.stage.engines.llama_callback import HiddenTap
 from potluck.stage.engines.llama_calls import Limits, Piece, in_order, plan_calls
-from potluck.stage.engines.llama_lib import Library, buffer_bytes, library, prepare_process
+from potluck.stage.engines.llama_lib import (
+    Library,
+    buffer_bytes,
+    copied_bytes,
+    library,
+    prepare_process,
+)
 from potluck.stage.engines.llama_rows import best_sizes, time_rows
 from potluck.stage.engines.llama_sampler import LlamaSampler
 from potluck.stage.engines.slots import SlotTable
@@ -131,13 +137,20 @@ class _Slice:
             if spec.tune:
                 self._tune()
             sizes = buffer_bytes(lines)
+            copied = copied_bytes(lines)
         self.loaded = Loaded(
             width=self.width,
             vocab=self.vocab or (self._embeddings.vocab if self._embeddings else 0),
             weights_bytes=api.llama_model_size(model),
             kv_bytes=sizes.get("KV", 0) + sizes.get("RS", 0),
-            compute_bytes=sizes.get("compute", 0) + sizes.get("output", 0),
+            compute_bytes=sizes.get("compute", 0) + sizes.get("output", 0) + self._own_bytes(),
+            copied_bytes=copied,
         )
+
+    def _own_bytes(self) -> int:
+        """Of the arrays that rows go in and come out by."""
+        tapped = self._tap.buffer.nbytes if self._tap is not None else 0
+        return self._arrays.staged_bytes + tapped + self._logits.nbytes
 
     def _open_embeddings(self, spec: LoadSpec) -> Embeddings | None:
         if not spec.is_first or spec.is_last:

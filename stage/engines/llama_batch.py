@@ -51,6 +51,11 @@ class CallArrays:
         self._point("seq_id", self._slot_pointers)
         self._point("logits", self._flags)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Room for rows that don't follow one another."""
+        return self._staged.nbytes
+
     def fill(
         self, call: Sequence[Piece], values: FloatRows | Tokens, flag_all: bool, pad: bool, pair: bool
     ) -> Filled:

@@ -28,6 +28,8 @@ _TILED = "GGML_CPU_TILED_MM"
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 _BUFFER = re.compile(r"\b(model|KV|RS|compute|output) buffer size = +([0-9.]+) MiB")
 
+_MODEL_BUFFER = re.compile(r"(\S+) +model buffer size = +([0-9.]+) MiB")
+
 
 def prepare_process(exact: bool) -> None:
     """Call before anything is computed: ggml reads its environment once, at its first matrix product.
@@ -144,4 +146,14 @@ def buffer_bytes(lines: list[str]) -> dict[str, int]:
     return sums
 
 
-__all__ = ["Library", "buffer_bytes", "library", "prepare_process", "tiled_products"]
+def copied_bytes(lines: list[str]) -> int:
+    """Bytes of weights that the CPU's code has laid out anew (CPU_REPACK, AMX, ...), besides the mapped file."""
+    copies = 0
+    for line in lines:
+        found = _MODEL_BUFFER.search(line)
+        if found and (found[1].startswith("CPU_") or found[1] == "AMX") and found[1] != "CPU_Mapped":
+            copies += round(float(found[2]) * (1 << 20))
+    return copies
+
+
+__all__ = ["Library", "buffer_bytes", "copied_bytes", "library", "prepare_process", "tiled_products"]

@@ -34,8 +34,7 @@ from potluck.stage.events import StageEvent, Welcomed
 from potluck.stage.settings import StageSettings
 from potluck.stage.worker import StageWorker
 from potluck.wire.ids import Epoch, RequestId, StageId
-from potluck.wire.measures import Profile, Speed, Timing
-from potluck.wire.messages import Assign, ChatMessage, Measure, ModelRef
+from potluck.wire.messages import Assign, ChatMessage, ModelRef
 from potluck.wire.sampling import GREEDY, Sampling
 from sim.call import Call
 from sim.weather import HOST, Forecast, HostsLoop
@@ -85,14 +84,6 @@ class Cost:
     batch_s: float = 0.0
     token_layer_s: float = 0.0
     load_s: float = 0.0
-
-    def profile(self, message: Measure) -> Profile:
-        """What the real benchmark would find."""
-        timings = tuple(Timing(rows, 0, rows * self.token_layer_s) for rows in (1, 16))
-        speed = Speed(decode=timings, prefill=timings, call_s=self.batch_s, layer_bytes=100)
-        return Profile(
-            message.model.fingerprint, cpu=speed, slots=message.slots, context_tokens=message.context_tokens
-        )
 
 
 class WatchedStage(StageWorker):
@@ -225,7 +216,6 @@ class House:
             lane=InlineLane,
             engine=lambda: FakeEngine(cost.token_layer_s, cost.batch_s),
             stage_id=f"{name}/{next(self._starts)}",
-            bench=lambda message, wanted, progressed: cost.profile(message),
         )
         worker.house, worker.load_s = self, cost.load_s
         self.workers[name] = worker

@@ -1,0 +1,218 @@
+"""What is timed to know a device: which blocks of the model, and micro-batches of which sizes. Pure.
+
+Three slices. The `deep` one has so many blocks that it does not stay in the processor's caches, as a stage's layers
+don't: decode is timed there. The `short` one has few, so that long chunks and a filled cache cost little; what both say
+of the same micro-batch tells layers from the cost of a call. The `last` one has the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from potluck.model.architectures import Rules
+from potluck.wire.errors import ForbiddenCutError
+
+DEEP_BYTES = 64 << 20
+SHORT_BYTES = 8 << 20
+"""Blocks of fewer bytes and their KV cache would be computed from a cache of the second level."""
+USUAL_SHARE = 0.03
+"""How far the blocks of a slice may be from the model's average, in bytes, before more blocks are taken."""
+SPARE_UNITS = 3
+"""How many more units of blocks are taken for that."""
+DECODE_ROWS = (1, 2, 4, 8, 16)
+CHUNK_TOKENS = (4, 16, 32, 64, 128, 256, 512)
+COMPARED_TOKENS = 64
+"""The chunk that is timed on the deep slice, too."""
+FULL_ROWS = (1, 4)
+"""Decode micro-batches timed with a filled cache."""
+FILL_S = 1.2
+LEAST_FILL_TOKENS = 96
+"""Fewer tokens in the cache would tell nothing of thousands."""
+
+
+class Part(StrEnum):
+    """One of the slices that are timed."""
+
+    DEEP = "deep"
+    SHORT = "short"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The blocks [first, end), and how many bytes they have."""
+
+    first: int
+    end: int
+    bytes: int
+
+    @property
+    def layers(self) -> int:
+        """How many blocks."""
+        return self.end - self.first
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of an average one."""
+        return self.bytes / self.layers
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The slices. `last` is None for a model that can't be cut: deep and short are then all of it."""
+
+    deep: Window
+    short: Window
+    last: Window | None
+
+    def of(self, part: Part) -> Window:
+        """The slice of this name. Raises KeyError."""
+        found = {Part.DEEP: self.deep, Part.SHORT: self.short, Part.LAST: self.last}[part]
+        if found is None:
+            raise KeyError(part)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One micro-batch: a token of each of `rows` sequences, or a chunk of `rows` tokens of one."""
+
+    part: Part
+    chunk: bool
+    rows: int
+    full: bool = False
+    """Whether the sequences hold tokens already."""
+
+
+def windows_of(block_bytes: Sequence[int], rules: Rules, head_bytes: int, most_bytes: int = 0) -> Windows:
+    """The slices to time, all of them together at most `most_bytes` if that can be (0: without a limit)."""
+    layers = len(block_bytes)
+    cuts = rules.cuts()
+
+    def window(first: int, end: int) -> Window:
+        return Window(first, end, sum(block_bytes[first:end]))
+
+    lasts = [window(cut, layers) for cut in reversed(cuts) if _allowed(rules, cut, layers)]
+    if not lasts:
+        return Windows(window(0, layers), window(0, layers), None)
+    last = lasts[0]
+    inner = [
+        window(first, end)
+        for index, first in enumerate(cuts)
+        for end in cuts[index + 1 :]
+        if _allowed(rules, first, end)
+    ] or [window(0, end) for end in cuts if _allowed(rules, 0, end)]
+    if not inner:  # only slices that reach the end are allowed
+        return Windows(last, last, last)
+    total = sum(block_bytes)
+    room = most_bytes - last.bytes - head_bytes if most_bytes else total
+    short = _choose(inner, total / layers, min(SHORT_BYTES, total // 4))
+    deeper = [w for w in inner if w.layers >= 2 * short.layers and w.bytes + short.bytes <= room]
+    deep = _choose(deeper, total / layers, min(DEEP_BYTES, total // 2)) if deeper else short
+    return Windows(deep, short, last)
+
+
+def _allowed(rules: Rules, first: int, end: int) -> bool:
+    try:
+        rules.check_slice(first, end)
+    except ForbiddenCutError:
+        return False
+    return True
+
+
+def _choose(windows: Sequence[Window], usual_bytes: float, least_bytes: int) -> Window:
+    """The shortest of at least so many bytes whose blocks are like the model's; the most like it among those of a size.
+
+    Files mix types of numbers, so blocks differ in size, and what two of them say must hold for all.
+    """
+    sizes = sorted({window.layers for window in windows})
+    best = {
+        size: min(
+            (window for window in windows if window.layers == size),
+            key=lambda window: (abs(window.layer_bytes - usual_bytes), abs(window.first - len(windows) / 4)),
+        )
+        for size in sizes
+    }
+    enough = next((index for index, size in enumerate(sizes) if best[size].bytes >= least_bytes), None)
+    if enough is None:
+        return best[sizes[-1]]
+    candidates = [best[size] for size in sizes[enough : enough + SPARE_UNITS + 1]]
+    for window in candidates:
+        if abs(window.layer_bytes - usual_bytes) <= USUAL_SHARE * usual_bytes:
+            return window
+    return min(candidates, key=lambda window: abs(window.layer_bytes - usual_bytes))
+
+
+# ---- micro-batches
+
+
+def decode_rows(slots: int) -> tuple[int, ...]:
+    """Numbers of sequences that decode together, up to the slots there are."""
+    return (*(rows for rows in DECODE_ROWS if rows < slots), min(slots, DECODE_ROWS[-1]))
+
+
+def chunk_tokens(batch_tokens: int) -> tuple[int, ...]:
+    """Lengths of chunks, up to what one micro-batch may hold."""
+    most = min(batch_tokens, CHUNK_TOKENS[-1])
+    return (*(tokens for tokens in CHUNK_TOKENS if tokens < most), most)
+
+
+def compared_chunk(batch_tokens: int) -> int:
+    """The chunk that both the deep and the short slice compute."""
+    return max(
+        tokens for tokens in chunk_tokens(batch_tokens) if tokens <= max(COMPARED_TOKENS, CHUNK_TOKENS[0])
+    )
+
+
+def full_rows(slots: int) -> tuple[int, ...]:
+    """Numbers of sequences that decode with a filled cache."""
+    return tuple(sorted({min(rows, slots) for rows in FULL_ROWS}))
+
+
+def fill_tokens(context_tokens: int, sequences: int, token_s: float, step: int) -> tuple[int, int]:
+    """How many tokens go into how many sequences: half a context, or what `FILL_S` allows of it, in steps.
+
+    (0, 0) if it is so slow that nothing would be learnt.
+    """
+    for count in sorted({sequences, 1}, reverse=True):
+        allowed = int(FILL_S / max(token_s * count, 1e-12))
+        tokens = min(context_tokens // 2, allowed)
+        tokens -= tokens % step if tokens >= step else 0
+        if tokens >= min(LEAST_FILL_TOKENS, context_tokens // 2) and tokens > 0:
+            return tokens, count
+    return 0, 0
+
+
+def points_of(windows: Windows, slots: int, batch_tokens: int, full_slots: int) -> Iterator[Point]:
+    """Every micro-batch to time, a slice after the other, small ones first."""
+    for rows in decode_rows(slots):
+        yield Point(Part.DEEP, False, rows)
+    yield Point(Part.DEEP, True, compared_chunk(batch_tokens))
+    for rows in full_rows(slots):
+        yield Point(Part.SHORT, False, rows)
+        if rows <= full_slots:
+            yield Point(Part.SHORT, False, rows, full=True)
+    for tokens in chunk_tokens(batch_tokens):
+        yield Point(Part.SHORT, True, tokens)
+        if full_slots:
+            yield Point(Part.SHORT, True, tokens, full=True)
+    if windows.last is not None:
+        for rows in decode_rows(slots):
+            yield Point(Part.LAST, False, rows)
+
+
+__all__ = [
+    "Part",
+    "Point",
+    "Window",
+    "Windows",
+    "chunk_tokens",
+    "compared_chunk",
+    "decode_rows",
+    "fill_tokens",
+    "full_rows",
+    "points_of",
+    "windows_of",
+]
