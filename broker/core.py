@@ -32,6 +32,8 @@ class Core:
     plan_due_s: float | None = None
     check_due_s: float | None = None
     """When somebody could next be lost."""
+    measure_check_s: float | None = None
+    """When something that is measured could next have taken too long."""
     planned_once: bool = False
     plan: Plan | None = None
     """The one in force."""

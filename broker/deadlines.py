@@ -95,7 +95,7 @@ def give_up_loading(core: Core, chain: Chain, cause: str) -> Iterator[Effect]:
 
 def next_deadline(core: Core) -> float | None:
     """When TimePassed is due, on the clock of `now`; None while nothing is waited for."""
-    times = [core.plan_due_s, core.check_due_s, *measuring.deadlines(core)]
+    times = [core.plan_due_s, core.check_due_s, core.measure_check_s]
     for chain in core.state.chains.values():
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))

@@ -32,6 +32,7 @@ def begin(core: Core, stage: Stage) -> Iterator[Effect]:
     """A stage has joined: it is measured first, if anything is."""
     if core.config.measure:
         stage.status, stage.detail, stage.last_progress_s = StageStatus.MEASURING, "", core.now
+        _expect(core, core.config.measure_timeout_s)
         yield ask(core, stage)
 
 
@@ -111,6 +112,7 @@ def _start_probes(core: Core) -> Iterator[Effect]:
             state.next_probe += 1
             state.probes[state.next_probe] = Probing(sender.stage, receiver, core.now)
             busy |= {sender.stage, receiver}
+            _expect(core, core.config.probe_timeout_s)
             yield SendToStage(
                 sender.stage, Probe(state.next_probe, endpoint, max(1, frame_bytes)), state.epoch
             )
@@ -169,17 +171,27 @@ def unfinished(core: Core) -> bool:
     )
 
 
-def deadlines(core: Core) -> Iterator[float]:
-    """When something that is measured will have taken too long."""
-    for stage in core.state.stages.values():
-        if stage.status is StageStatus.MEASURING:
-            yield stage.last_progress_s + core.config.measure_timeout_s
-    for probe in core.state.probes.values():
-        yield probe.began_s + core.config.probe_timeout_s
+def _watch(core: Core) -> None:
+    """Sets when something that is measured could next have taken too long. Progress only moves that further away."""
+    due = [
+        stage.last_progress_s + core.config.measure_timeout_s
+        for stage in core.state.stages.values()
+        if stage.status is StageStatus.MEASURING
+    ]
+    due += [probe.began_s + core.config.probe_timeout_s for probe in core.state.probes.values()]
+    core.measure_check_s = min(due, default=None)
+
+
+def _expect(core: Core, within_s: float) -> None:
+    """Something has begun that is to end within this time."""
+    due_s = core.now + within_s
+    core.measure_check_s = due_s if core.measure_check_s is None else min(core.measure_check_s, due_s)
 
 
 def time_passed(core: Core, cause: str) -> Iterator[Effect]:
     """Gives up what has taken too long."""
+    if core.measure_check_s is None or core.now < core.measure_check_s:
+        return
     for stage in list(core.state.stages.values()):
         limit_s = core.config.measure_timeout_s
         if stage.status is StageStatus.MEASURING and core.now >= stage.last_progress_s + limit_s:
@@ -188,6 +200,7 @@ def time_passed(core: Core, cause: str) -> Iterator[Effect]:
     for number, probe in list(core.state.probes.items()):
         if core.now >= probe.began_s + core.config.probe_timeout_s:
             yield from _ended(core, probe.sender, number, None, cause)
+    _watch(core)
 
 
 # ---- what a planner is given
