@@ -47,6 +47,7 @@ from potluck.broker.machine import BrokerMachine
 from potluck.broker.planning_view import plan_view
 from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
+from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.replies import Replies
 from potluck.runtime.transport import Push, Transport
 from potluck.wire import limits
@@ -89,7 +90,6 @@ CONTROL: frozenset[type] = frozenset(
         Submit, Cancel, StateQuery, PlanQuery,
     }
 )  # fmt: skip
-LATE_S = 0.1
 HERE = "tcp://127.0.0.1:0"
 """The host that a stage on this machine means by 0.0.0.0."""
 RESULTS: frozenset[type] = frozenset({BatchDone, BatchFailed, Ping})
@@ -150,10 +150,8 @@ class BrokerServer:
             raise
         self._links: dict[ChainId, _Link] = {}
         self._replies = Replies(transport, HERE)
-        self._timer: asyncio.Handle | None = None
-        self._timer_due_s: float | None = None
+        self._clockwork: Clockwork[BrokerEvent, Effect] = Clockwork(machine, self._perform, self._tick)
         self._tasks: list[asyncio.Task[None]] = []
-        self._watchers: set[asyncio.Event] = set()
         self._last_refusal_log_s = float("-inf")
 
     @property
@@ -177,12 +175,7 @@ class BrokerServer:
 
     async def changed(self) -> None:
         """Waits for the next event that the core handles; tests and live views wait on this."""
-        seen = asyncio.Event()
-        self._watchers.add(seen)
-        try:
-            await seen.wait()
-        finally:
-            self._watchers.discard(seen)
+        await self._clockwork.changed()
 
     async def wait_ready(self) -> None:
         """Waits until a whole chain serves."""
@@ -193,8 +186,7 @@ class BrokerServer:
         """Ends every request with an error and closes the sockets."""
         self.gateway.close(UnavailableError("The broker is shutting down.", retry_after_s=10))
         await asyncio.sleep(0)  # lets the HTTP streams send their last frame
-        if self._timer is not None:
-            self._timer.cancel()
+        self._clockwork.close()
         for link in self._links.values():
             link.close()
         self._replies.close()
@@ -208,30 +200,9 @@ class BrokerServer:
 
     def feed(self, event: BrokerEvent) -> None:
         """One event through the core, and its effects out."""
-        for effect in self.machine.handle(event, self._loop.time()):
-            self._perform(effect)
-        self._set_timer()
-        for watcher in self._watchers:
-            watcher.set()
-
-    def _set_timer(self) -> None:
-        due = self.machine.next_deadline()
-        if due == self._timer_due_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due_s = due
-        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+        self._clockwork.feed(event)
 
     def _tick(self) -> None:
-        if self._timer_due_s is not None and self._loop.time() - self._timer_due_s > LATE_S:
-            # This loop was held up: what came meanwhile is read first, or its silence would be taken for theirs.
-            self._timer = self._loop.call_later(LATE_S, self._time_passed)
-            return
-        self._time_passed()
-
-    def _time_passed(self) -> None:
-        self._timer = self._timer_due_s = None
         self.feed(TimePassed(cause="timer"))
 
     def _perform(self, effect: Effect) -> None:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any, TypeAlias
 
 from potluck.runtime.address import endpoint
+from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.transport import Dealer, Pull, Transport
 from potluck.stage.bench import Bench, BenchSettings
 from potluck.stage.compute import ComputeLane, LaneJob, Spent, ThreadLane
@@ -130,13 +131,11 @@ class StageWorker:
         self._lane: ComputeLane
         self._dealer: Dealer
         self._reader: asyncio.Task[None]
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due_s: float | None = None
+        self._clockwork: Clockwork[StageEvent, Effect]
         self._exit: asyncio.Future[Exit]
         self._cancelled_load = 0
         self._cancelled_measure = 0
         self._probes: set[asyncio.Task[None]] = set()
-        self._watchers: set[asyncio.Event] = set()
         self._ended = asyncio.Event()
 
     @property
@@ -165,6 +164,7 @@ class StageWorker:
             self._broker_endpoint.removeprefix("tcp://"),
             keep_trying=settings.keep_trying,
         )
+        self._clockwork = Clockwork(self._machine, self._perform, self._tick)
         self._pipeline = Pipeline(
             self._transport,
             pull,
@@ -193,16 +193,10 @@ class StageWorker:
 
     async def changed(self) -> None:
         """Waits for the next event that the core handles; tests wait on this."""
-        seen = asyncio.Event()
-        self._watchers.add(seen)
-        try:
-            await seen.wait()
-        finally:
-            self._watchers.discard(seen)
+        await self._clockwork.changed()
 
     async def _close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._clockwork.close()
         self._reader.cancel()
         for probe in self._probes:
             probe.cancel()
@@ -229,23 +223,9 @@ class StageWorker:
 
     def feed(self, event: StageEvent) -> None:
         """One event through the core, and its effects out."""
-        for effect in self.machine.handle(event, self._loop.time()):
-            self._perform(effect)
-        self._set_timer()
-        for watcher in self._watchers:
-            watcher.set()
-
-    def _set_timer(self) -> None:
-        due = self.machine.next_deadline()
-        if due == self._timer_due_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_due_s = due  # kept here: uvloop's handle of a time that has passed does not know it
-        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+        self._clockwork.feed(event)
 
     def _tick(self) -> None:
-        self._timer = self._timer_due_s = None
         sent = self._pipeline.take_sent()
         if sent is not None:
             self.machine.handle(sent, self._loop.time())  # only counted: the heartbeat that is due tells it
