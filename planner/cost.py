@@ -300,8 +300,16 @@ def _stage_forecast(
         weights_bytes=round(weights) + (cost.model.head_bytes if end == cost.model.layers else 0),
         kv_bytes=cost.kv_bytes * (end - first),
         compute_bytes=cost.compute_bytes(end),
-        memory_bytes=cost.candidate.memory_bytes + (cost.candidate.vram_bytes if cost.profile.gpu else 0),
+        memory_bytes=_memory_bytes(cost),
     )
+
+
+def _memory_bytes(cost: StageCost) -> int:
+    """Of the machine and its GPU; 0 where the machine has no limit that is known."""
+    candidate = cost.candidate
+    if candidate.memory_bytes == 0:
+        return 0
+    return candidate.memory_bytes + (candidate.vram_bytes if cost.profile.gpu else 0)
 
 
 def _finite(seconds: float) -> float:
