@@ -4,25 +4,28 @@ For one user that is the chain with the shortest trip. For several, users are sh
 
 1. `_Bounds` gives every set of devices and number of users the two things no chain of it can beat: the smallest
    bottleneck and the shortest trip, each by a sweep over all sets (`sweep`).
-2. `_shared_out` combines disjoint sets into the plan with the most tokens per second, as if each set kept its bound.
-3. The chains of that plan are solved exactly (`_solved`), their bounds replaced, and 2. is repeated until the best plan
+2. `_Sharing` combines disjoint sets into the plan with the most tokens per second, as if each set kept its bound.
+3. The chains of that plan are solved exactly (`Solver`), their bounds replaced, and 2. is repeated until the best plan
    is made of solved chains only. Every other plan is bounded by less, so it is the best.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from potluck.planner.problem import Chain, Problem
-from potluck.planner.sweep import Floats, Sweep
+from potluck.planner.sweep import Floats, Ints, Sweep
 
 MOST_DEVICES = 10
 FEWER = 1e-9
 """A device more must win more than this share: equal plans are decided for fewer devices."""
 _CLOSE = 1e-10
 """Two bounds that differ by less than this share are met."""
+PATIENCE = 1000
+"""Rounds after which a plan is taken that is not proven to be the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,14 @@ class Shared:
 
     chain: Chain
     users: int
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Chains with their users; `gap` is the share by which a better plan could be better, 0 where none can be."""
+
+    shared: list[Shared]
+    gap: float = 0.0
 
 
 def best_chain(problem: Problem) -> Chain | None:
@@ -44,23 +55,32 @@ def best_chain(problem: Problem) -> Chain | None:
     return problem.chain(sweep.trace(value, mask)) if np.isfinite(trips[mask]) else None
 
 
-def best_chains(problem: Problem) -> list[Shared]:
+def best_chains(problem: Problem, start: Sequence[Shared] = (), *, patience: int = PATIENCE) -> Best:
     """The chains with the most tokens per second for all users; none if no chain can hold the model.
 
-    A chain takes up to `slots` users. All users are served, or as many as all chains have slots for.
+    A chain takes up to `slots` users. All users are served, or as many as all chains have slots for. `start` is a plan
+    to be beaten, which saves work. After `patience` rounds of step 3 the best plan so far is given, with its gap.
     """
     demand = problem.demand
     users = min(demand.users, demand.slots * problem.count)
     bounds = _Bounds(problem, min(users, demand.slots))
-    while True:
-        plan = _shared_out(bounds.rates, users, problem.count)
-        if plan is None:
-            return []
+    sharing = _Sharing(problem.count)
+    best = list(start)
+    best_rate = bounds.rate_of(best)
+    for _ in range(patience):
+        plan, limit = sharing.best(bounds.rates, users)
+        if limit <= best_rate * (1.0 + _CLOSE):
+            return Best(best)
         open_ = [part for part in plan if part not in bounds.solved]
-        if not open_:
-            return [Shared(bounds.solved[part], part[1]) for part in plan]
         for mask, count in open_:
-            bounds.solve(mask, count)
+            spare = limit - best_rate  # a bound that falls by this much takes the plan out of the race
+            limit -= bounds.solve(mask, count, bounds.rates[mask, count] - spare)
+            if limit <= best_rate:
+                break
+        else:
+            best = [Shared(bounds.solved[part], part[1]) for part in plan]
+            best_rate = max(best_rate, limit)
+    return Best(best, limit / best_rate - 1.0 if best_rate > 0 else 0.0)
 
 
 class _Bounds:
@@ -69,6 +89,7 @@ class _Bounds:
     def __init__(self, problem: Problem, most_users: int) -> None:
         self._problem = problem
         self._weight = 1.0 - FEWER * np.array([mask.bit_count() for mask in range(1 << problem.count)])
+        self._chains: dict[tuple[int, int], Solver] = {}
         self.solved: dict[tuple[int, int], Chain] = {}
         self.rates: Floats = np.zeros((1 << problem.count, most_users + 1))
         stages = min(problem.count, len(problem.positions) - 1)
@@ -79,152 +100,176 @@ class _Bounds:
         sizes = np.array([mask.bit_count() for mask in range(1 << problem.count)])
         for rows, uses in needed.items():
             tables = problem.of_sizes(rows)
-            least = max(count for _, count in uses)
+            most = max(count for _, count in uses)
             nothing = np.zeros(problem.count)
             busy = Sweep("max", tables.busy, tables.link_busy, nothing, nothing)
             trip = Sweep("sum", tables.largest, tables.send, problem.first, problem.last)
-            rounds = np.maximum(busy.best(busy.run(least)), trip.best(trip.run(least)))
+            rounds = np.maximum(busy.best(busy.run(most)), trip.best(trip.run(most)))
             for users, count in uses:
                 here = sizes == count
                 self.rates[here, users] = users / rounds[here] * self._weight[here]
 
-    def solve(self, mask: int, users: int) -> None:
-        """Makes one bound exact."""
-        devices = [device for device in range(self._problem.count) if mask >> device & 1]
-        chain, round_s = _solved(self._problem, devices, users)
-        self.solved[mask, users] = chain
-        self.rates[mask, users] = users / round_s * self._weight[mask]
+    def rate_of(self, shared: Sequence[Shared]) -> float:
+        """Tokens per second of a plan, as the bounds count."""
+        rate = 0.0
+        for part in shared:
+            mask = sum(1 << device for device, _, _ in part.chain)
+            rate += part.users / self._problem.round_s(part.chain, part.users) * float(self._weight[mask])
+        return rate
+
+    def solve(self, mask: int, users: int, least_rate: float) -> float:
+        """Makes one bound exact, or at least smaller than `least_rate`. Returns by how much it fell."""
+        solver = self._chains.get((mask, users))
+        if solver is None:
+            devices = [device for device in range(self._problem.count) if mask >> device & 1]
+            solver = self._chains[mask, users] = Solver(self._problem, devices, users)
+        weight = float(self._weight[mask])
+        solver.run(users / least_rate * weight if least_rate > 0 else np.inf)
+        before = float(self.rates[mask, users])
+        if solver.closed:
+            self.solved[mask, users] = solver.chain
+            self.rates[mask, users] = users / solver.best_s * weight
+        else:
+            self.rates[mask, users] = min(before, users / solver.low_s * weight)
+        return before - float(self.rates[mask, users])
 
 
-def _solved(problem: Problem, devices: list[int], users: int) -> tuple[Chain, float]:
-    """The chain of exactly these devices with the shortest round, and that round in seconds.
+class Solver:
+    """The chain of exactly these devices with the shortest round, found step by step.
 
-    The shortest trip under the condition that nothing is busier than `limit` falls as the limit rises; the best round
-    is where the two meet.
+    The shortest trip under the condition that nothing is busier than a limit falls as the limit rises; the best round
+    is where the two meet. `low_s` and `best_s` close in on it from both sides.
     """
-    tables = problem.of_sizes(problem.sizes(users, len(devices)))
-    index = np.ix_(devices, devices)
-    busy = [tables.busy[device] for device in devices]
-    links = tables.link_busy[index]
-    nothing = np.zeros(len(devices))
-    whole = (1 << len(devices)) - 1
 
-    def chain_of(sweep: Sweep, value: Floats) -> Chain:
-        return problem.chain([(devices[at], a, b) for at, a, b in sweep.trace(value, whole)])
+    def __init__(self, problem: Problem, devices: list[int], users: int) -> None:
+        self._problem, self._devices, self._users = problem, devices, users
+        tables = problem.of_sizes(problem.sizes(users, len(devices)))
+        index = np.ix_(devices, devices)
+        self._busy = [tables.busy[device] for device in devices]
+        self._largest = [tables.largest[device] for device in devices]
+        self._link_busy, self._send = tables.link_busy[index], tables.send[index]
+        self._whole = (1 << len(devices)) - 1
+        nothing = np.zeros(len(devices))
+        bottleneck = Sweep("max", self._busy, self._link_busy, nothing, nothing)
+        value = bottleneck.run(len(devices))
+        self.low_s = float(bottleneck.best(value)[self._whole])
+        self.best_s = np.inf
+        self.chain: Chain = ()
+        self._try(self._chain_of(bottleneck, value))
+        self._shortest(self.low_s)
+        trip_s = self._shortest(np.inf)
+        self.low_s = max(self.low_s, trip_s)
 
-    def shortest(limit: float) -> tuple[Chain, float] | None:
+    @property
+    def closed(self) -> bool:
+        """Whether the best is found."""
+        return self.best_s <= self.low_s * (1.0 + _CLOSE)
+
+    def run(self, hopeless_s: float) -> None:
+        """Goes on until the best is found, or is known to be longer than `hopeless_s`."""
+        while not self.closed and self.low_s <= hopeless_s:
+            limit = (self.low_s + min(self.best_s, 4.0 * self.low_s)) / 2
+            if self._shortest(limit) > limit:
+                self.low_s = limit  # less busy ones take longer, the others are busier
+
+    def _shortest(self, limit: float) -> float:
+        """The shortest trip if nothing may be busier than `limit`; infinite if there is none. Keeps the best chain."""
         steps = [
-            np.where(busy[at] <= limit, tables.largest[device], np.inf) for at, device in enumerate(devices)
+            np.where(busy <= limit, largest, np.inf)
+            for busy, largest in zip(self._busy, self._largest, strict=True)
         ]
-        send = np.where(links <= limit, tables.send[index], np.inf)
+        send = np.where(self._link_busy <= limit, self._send, np.inf)
+        problem, devices = self._problem, self._devices
         sweep = Sweep("sum", steps, send, problem.first[devices], problem.last[devices])
         value = sweep.run(len(devices))
-        trip_s = float(sweep.best(value)[whole])
-        return (chain_of(sweep, value), trip_s) if np.isfinite(trip_s) else None
+        trip_s = float(sweep.best(value)[self._whole])
+        if np.isfinite(trip_s):
+            self._try(self._chain_of(sweep, value))
+        return trip_s
 
-    bottleneck = Sweep("max", busy, links, nothing, nothing)
-    value = bottleneck.run(len(devices))
-    best = chain_of(bottleneck, value)
-    best_s = problem.round_s(best, users)
-    low_s = float(bottleneck.best(value)[whole])
-    found = shortest(low_s)
-    if found is not None:
-        chain, trip_s = found
-        if problem.round_s(chain, users) < best_s:
-            best, best_s = chain, problem.round_s(chain, users)
-    free = shortest(np.inf)
-    if free is not None:
-        chain, trip_s = free
-        low_s = max(low_s, trip_s)
-        if problem.round_s(chain, users) < best_s:
-            best, best_s = chain, problem.round_s(chain, users)
-    while best_s > low_s * (1.0 + _CLOSE):
-        limit = (low_s + best_s) / 2
-        found = shortest(limit)
-        if found is None or found[1] > limit:
-            low_s = limit  # less busy ones take longer, the others are busier
-            continue
-        chain = found[0]
-        best, best_s = chain, min(best_s, problem.round_s(chain, users))
-    return best, best_s
+    def _chain_of(self, sweep: Sweep, value: Floats) -> Chain:
+        return self._problem.chain(
+            [(self._devices[at], a, b) for at, a, b in sweep.trace(value, self._whole)]
+        )
+
+    def _try(self, chain: Chain) -> None:
+        round_s = self._problem.round_s(chain, self._users)
+        if round_s < self.best_s:
+            self.chain, self.best_s = chain, round_s
 
 
-def _shared_out(rates: Floats, users: int, devices: int) -> list[tuple[int, int]] | None:
+class _Sharing:
     """Disjoint sets of devices with their numbers of users, of the most tokens per second in all.
 
-    All users are placed, or every chain is full.
+    total[set, n] is the best that the devices of a set do for exactly n users. Its lowest device is left out, or it is
+    in one of the set's subsets, which becomes a chain.
     """
-    most = rates.shape[1] - 1
-    useful = [mask for mask in range(1, 1 << devices) if rates[mask].max() > 0]
-    by_lowest: dict[int, list[int]] = {}
-    for mask in useful:
-        by_lowest.setdefault(mask & -mask, []).append(mask)
-    total = np.full((1 << devices, users + 1), -np.inf)
-    total[:, 0] = 0.0
-    choice: dict[tuple[int, int], tuple[int, int]] = {}
-    full = np.full((1 << devices, users // most + 1), -np.inf)
-    full[:, 0] = 0.0
-    full_choice: dict[tuple[int, int], int] = {}
-    for mask in range(1, 1 << devices):
-        low = mask & -mask
-        best, rest = total[mask], total[mask ^ low]
-        np.maximum(best, rest, out=best)
-        from_here: dict[int, tuple[int, int]] = {}
-        full[mask] = full[mask ^ low]
-        for sub in by_lowest.get(low, ()):
-            if sub & ~mask:
-                continue
-            others = total[mask ^ sub]
-            for count in range(1, min(most, users) + 1):
-                rate = rates[sub, count]
-                if rate <= 0:
-                    continue
-                offer = others[: users + 1 - count] + rate
-                better = offer > best[count:]
-                if better.any():
-                    best[count:][better] = offer[better]
-                    for step in np.flatnonzero(better).tolist():
-                        from_here[step + count] = (sub, count)
-            rate = rates[sub, most]
-            if rate > 0:
-                offer = full[mask ^ sub][:-1] + rate
-                for step in np.flatnonzero(offer > full[mask][1:]).tolist():
-                    full[mask, step + 1] = offer[step]
-                    full_choice[mask, step + 1] = sub
-        for at, picked in from_here.items():
-            choice[mask, at] = picked
-    return _read_off(total, choice, full, full_choice, users, most)
 
+    def __init__(self, devices: int) -> None:
+        self._everyone = (1 << devices) - 1
+        self._subsets: list[Ints] = [np.zeros(0, np.int64)]
+        for mask in range(1, 1 << devices):
+            low = mask & -mask
+            rest = mask ^ low
+            subs, sub = [], rest
+            while True:
+                subs.append(sub | low)
+                if sub == 0:
+                    break
+                sub = (sub - 1) & rest
+            self._subsets.append(np.array(sorted(subs, key=lambda s: (s.bit_count(), s)), np.int64))
 
-def _read_off(
-    total: Floats,
-    choice: dict[tuple[int, int], tuple[int, int]],
-    full: Floats,
-    full_choice: dict[tuple[int, int], int],
-    users: int,
-    most: int,
-) -> list[tuple[int, int]] | None:
-    everyone = len(total) - 1
-    chains = int(np.argmax(full[everyone][1:])) + 1 if full.shape[1] > 1 else 0
-    parts: list[tuple[int, int]] = []
-    if chains and full[everyone, chains] > max(total[everyone, users], 0.0):
-        mask = everyone
-        while chains:
-            sub = full_choice.get((mask, chains))
-            if sub is None or full[mask ^ (mask & -mask), chains] == full[mask, chains]:
-                mask ^= mask & -mask
+    def best(self, rates: Floats, users: int) -> tuple[list[tuple[int, int]], float]:
+        """The sets with their users, and their tokens per second: all users placed, or every chain full."""
+        most = rates.shape[1] - 1
+        rates = np.where(rates > 0, rates, -np.inf)
+        total = self._totals(rates, range(1, min(most, users) + 1), users)
+        plan, rate = self._read(total, rates, range(1, min(most, users) + 1), users)
+        chains = (users - 1) // most
+        if chains:
+            full = self._totals(rates, [most], chains * most)
+            for count in range(1, chains + 1):
+                if full[self._everyone, count * most] > rate:
+                    plan, rate = self._read(full, rates, [most], count * most)
+        return plan, rate
+
+    def _totals(self, rates: Floats, counts: Sequence[int], users: int) -> Floats:
+        total = np.full((self._everyone + 1, users + 1), -np.inf)
+        total[:, 0] = 0.0
+        for mask in range(1, self._everyone + 1):
+            best = total[mask]
+            best[:] = total[mask & (mask - 1)]
+            subs = self._subsets[mask]
+            others = total[mask ^ subs]
+            for count in counts:
+                offer = (others[:, : users + 1 - count] + rates[subs, count][:, None]).max(axis=0)
+                np.maximum(best[count:], offer, out=best[count:])
+        return total
+
+    def _read(
+        self, total: Floats, rates: Floats, counts: Sequence[int], users: int
+    ) -> tuple[list[tuple[int, int]], float]:
+        """Goes back from the best total to the sets it is made of."""
+        rate = float(total[self._everyone, users])
+        if not rate > 0:
+            return [], 0.0
+        parts: list[tuple[int, int]] = []
+        mask, left = self._everyone, users
+        while left:
+            without = mask & (mask - 1)
+            if total[without, left] == total[mask, left]:
+                mask = without
                 continue
-            parts.append((sub, most))
-            mask, chains = mask ^ sub, chains - 1
-        return parts
-    if not total[everyone, users] > 0:
-        return None
-    mask, left = everyone, users
-    while left:
-        picked = choice.get((mask, left))
-        if picked is None or total[mask ^ (mask & -mask), left] == total[mask, left]:
-            mask ^= mask & -mask
-            continue
-        parts.append(picked)
-        mask, left = mask ^ picked[0], left - picked[1]
-    return parts
+            subs = self._subsets[mask]
+            found = None
+            for count in counts:
+                if count <= left:
+                    offer = total[mask ^ subs, left - count] + rates[subs, count]
+                    at = int(np.argmax(offer))
+                    if offer[at] == total[mask, left]:
+                        found = int(subs[at]), count
+                        break
+            assert found is not None, "a total came from somewhere"
+            parts.append(found)
+            mask, left = mask ^ found[0], left - found[1]
+        return parts, rate

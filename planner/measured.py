@@ -60,7 +60,7 @@ def solve(problem: Problem) -> list[Shared]:
     if problem.demand.users == 1:
         chain = best_chain(problem) if exact else search_chain(problem)
         return [] if chain is None else [Shared(chain, 1)]
-    return best_chains(problem) if exact else search_chains(problem)
+    return best_chains(problem, search_chains(problem)).shared if exact else search_chains(problem)
 
 
 def as_plan(problem: Problem, shared: Sequence[Shared]) -> Plan:
