@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import platform
 import secrets
 import socket
 import sys
@@ -43,6 +44,9 @@ from potluck.runtime.address import (
     split_address,
 )
 from potluck.runtime.command import Command
+from potluck.runtime.discovery import LocalNetwork, make_known
+from potluck.runtime.finding import Advert
+from potluck.runtime.interfaces import choose, choose_for_listener, is_loopback
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
@@ -65,7 +69,17 @@ ANY = ("0.0.0.0", "*", "::")
 @config_option
 @click.option("--model", "-m", required=True, type=click.Path(path_type=Path), help="The model, a GGUF file.")
 @click.option("--alias", help="The name under which clients know the model.  [default: the file's name]")
-@click.option("--listen-address", default="0.0.0.0", help="Address for stages and clients.")
+@click.option("--name", help="This broker's name on the network.  [default: the host's name]")
+@click.option(
+    "--listen-address",
+    help="Address for stages and clients.  [default: every one, or that of the network interface]",
+)
+@click.option("--network-interface", help="The network interface to use.  [default: all but virtual ones]")
+@click.option(
+    "--discovery/--no-discovery",
+    default=True,
+    help="Whether stages and clients on the network can find this broker.",
+)
 @click.option("--port", default=CONTROL_PORT, type=click.IntRange(0, 65535), help="Control port.")
 @click.option("--results-port", default=RESULTS_PORT, type=click.IntRange(0, 65535), help="Port for results.")
 @click.option("--http", default=f"127.0.0.1:{REST_PORT}", help="Address of the REST API; 'off' for none.")
@@ -118,7 +132,10 @@ def main(
     config: Path | None,
     model: Path,
     alias: str | None,
-    listen_address: str,
+    name: str | None,
+    listen_address: str | None,
+    network_interface: str | None,
+    discovery: bool,
     port: int,
     results_port: int,
     http: str,
@@ -142,7 +159,7 @@ def main(
 ) -> None:
     """Serve MODEL with the stages that join.
 
-    Start this on one machine, then potluck-stage on each device, with this machine's address.
+    Start this on one machine, then potluck-stage on each device: it finds this broker, or is given its address.
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
     facts = read_facts(model)
@@ -164,19 +181,44 @@ def main(
         planner = ManualPlanner(parse_layers(layers))
     else:
         planner = MeasuredPlanner(settings.demand) if plan == "measured" else plan_even
-    where = Where(listen_address, port, results_port, http, announce)
+    where = Where(
+        listen_address or default_address(network_interface),
+        port,
+        results_port,
+        http,
+        announce,
+        known_as=(name or platform.node() or "broker") if discovery else None,
+        network_interface=network_interface,
+    )
     sys.exit(run(serve(facts, alias or model.stem, settings, planner, where)))
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What to listen on. `announce` prints the real addresses as one JSON line."""
+    """What to listen on, and whether others can find it.
+
+    `announce` prints the real addresses as one JSON line. `known_as` is the name on the network, None to be hidden.
+    """
 
     address: str
     port: int
     results_port: int
     http: str
     announce: bool
+    known_as: str | None = None
+    network_interface: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the broker makes itself known; nobody else could reach it on the loopback."""
+        return self.known_as is not None and not is_loopback(self.address)
+
+
+def default_address(network_interface: str | None) -> str:
+    """Every address, or the first one of an interface that was named. Raises SettingsError if it has none."""
+    if network_interface is None:
+        return "0.0.0.0"
+    return str(choose(LocalNetwork().interfaces(), network_interface).addresses[0].ip)
 
 
 def make_machine(
@@ -244,7 +286,11 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
             facts.file_bytes / 1e9,
         )
         log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
-        log.info("On each device: potluck-stage %s --model FILE", _dial(server, where.address))
+        given = f"potluck-stage {_dial(server, where.address)} --model FILE"
+        if where.is_known:
+            log.info("On each device: potluck-stage --model FILE, or with the address: %s", given)
+        else:
+            log.info("On each device: %s", given)
         stop = asyncio.Event()
         with stop_signals(lambda _: stop.set()):
             web = None
@@ -260,13 +306,27 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
                     "http_port": web_port,
                 }
                 click.echo(json.dumps(real))
+            known = asyncio.create_task(_make_known(facts, name, server, where)) if where.is_known else None
             await stop.wait()
             log.info("Stopping: requests that run end with an error. Once more to stop at once.")
+            if known is not None:
+                known.cancel()
             await server.close()
+            if known is not None:
+                await asyncio.wait([known])
             if web is not None:
                 web.should_exit = True
                 await asyncio.wait([serving], timeout=WEB_STOP_S)
     return 0
+
+
+async def _make_known(facts: ModelFacts, name: str, server: BrokerServer, where: Where) -> None:
+    advert = Advert(where.known_as or "", name, facts.fingerprint, facts.layers, version("potluck"))
+    port = int(server.control_endpoint.rpartition(":")[2])
+    try:
+        await make_known(advert, port, where.address, where.network_interface, LocalNetwork())
+    except Exception:  # a fault of ours must not cost a broker that can be given by its address
+        log.exception("This broker can't be found by itself any more. Give stages its address.")
 
 
 def _on_any_host(bound: str) -> str:
@@ -276,7 +336,10 @@ def _on_any_host(bound: str) -> str:
 
 def _dial(server: BrokerServer, address: str) -> str:
     """How other machines reach this broker, the port left out where it is the usual one."""
-    host = lan_address() if address in ANY else address
+    host = address
+    if address in ANY:
+        addresses = choose_for_listener(LocalNetwork().interfaces(), None, address).addresses
+        host = str(addresses[0].ip) if addresses else lan_address()
     port = int(server.control_endpoint.rpartition(":")[2])
     return host if port == CONTROL_PORT else f"{host}:{port}"
 

@@ -24,8 +24,12 @@ FEWER = 1e-9
 """A device more must win more than this share: equal plans are decided for fewer devices."""
 _CLOSE = 1e-10
 """Two bounds that differ by less than this share are met."""
-PATIENCE = 1000
-"""Rounds after which a plan is taken that is not proven to be the best."""
+TIGHTENINGS = 3
+"""How often all bounds are lowered by what a better plan would need, before chains are solved one by one."""
+PATIENCE = {8: 150, 9: 80, 10: 30}
+"""Rounds of step 3 after which a plan is taken that is not proven to be the best, by number of devices. There are hard
+cases, of many plans that are equal within a fraction of a per cent; a household does not wait a minute for that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,11 @@ def best_chain(problem: Problem) -> Chain | None:
     return problem.chain(sweep.trace(value, mask)) if np.isfinite(trips[mask]) else None
 
 
-def best_chains(problem: Problem, start: Sequence[Shared] = (), *, patience: int = PATIENCE) -> Best:
+def best_chains(problem: Problem, start: Sequence[Shared] = ()) -> Best:
     """The chains with the most tokens per second for all users; none if no chain can hold the model.
 
     A chain takes up to `slots` users. All users are served, or as many as all chains have slots for. `start` is a plan
-    to be beaten, which saves work. After `patience` rounds of step 3 the best plan so far is given, with its gap.
+    to be beaten, which saves work. Out of patience, the best plan so far is given, with its gap.
     """
     demand = problem.demand
     users = min(demand.users, demand.slots * problem.count)
@@ -67,7 +71,9 @@ def best_chains(problem: Problem, start: Sequence[Shared] = (), *, patience: int
     sharing = _Sharing(problem.count)
     best = list(start)
     best_rate = bounds.rate_of(best)
-    for _ in range(patience):
+    for _ in range(TIGHTENINGS if problem.count > 4 else 0):
+        bounds.tighten(best_rate, sharing.limits(bounds.rates, users))
+    for _ in range(PATIENCE.get(problem.count, 1_000_000)):
         plan, limit = sharing.best(bounds.rates, users)
         if limit <= best_rate * (1.0 + _CLOSE):
             return Best(best)
@@ -80,7 +86,8 @@ def best_chains(problem: Problem, start: Sequence[Shared] = (), *, patience: int
         else:
             best = [Shared(bounds.solved[part], part[1]) for part in plan]
             best_rate = max(best_rate, limit)
-    return Best(best, limit / best_rate - 1.0 if best_rate > 0 else 0.0)
+    limit = sharing.best(bounds.rates, users)[1]
+    return Best(best, max(0.0, limit / best_rate - 1.0) if best_rate > 0 else 0.0)
 
 
 class _Bounds:
@@ -88,26 +95,55 @@ class _Bounds:
 
     def __init__(self, problem: Problem, most_users: int) -> None:
         self._problem = problem
-        self._weight = 1.0 - FEWER * np.array([mask.bit_count() for mask in range(1 << problem.count)])
-        self._chains: dict[tuple[int, int], Solver] = {}
+        self._sizes = np.array([mask.bit_count() for mask in range(1 << problem.count)])
+        self._weight = 1.0 - FEWER * self._sizes
+        self._solvers: dict[tuple[int, int], Solver] = {}
         self.solved: dict[tuple[int, int], Chain] = {}
         self.rates: Floats = np.zeros((1 << problem.count, most_users + 1))
         stages = min(problem.count, len(problem.positions) - 1)
-        needed: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._uses: dict[tuple[int, ...], list[int]] = {}
+        """Numbers of stages by the sizes of micro-batches. The sizes add up to the users."""
         for users in range(1, most_users + 1):
             for count in range(1, stages + 1):
-                needed.setdefault(problem.sizes(users, count), []).append((users, count))
-        sizes = np.array([mask.bit_count() for mask in range(1 << problem.count)])
-        for rows, uses in needed.items():
-            tables = problem.of_sizes(rows)
-            most = max(count for _, count in uses)
-            nothing = np.zeros(problem.count)
+                self._uses.setdefault(problem.sizes(users, count), []).append(count)
+        self._bottlenecks: dict[tuple[int, ...], Floats] = {}
+        for rows, counts in self._uses.items():
+            tables, nothing = problem.of_sizes(rows), np.zeros(problem.count)
             busy = Sweep("max", tables.busy, tables.link_busy, nothing, nothing)
-            trip = Sweep("sum", tables.largest, tables.send, problem.first, problem.last)
-            rounds = np.maximum(busy.best(busy.run(most)), trip.best(trip.run(most)))
-            for users, count in uses:
-                here = sizes == count
-                self.rates[here, users] = users / rounds[here] * self._weight[here]
+            self._bottlenecks[rows] = busy.best(busy.run(max(counts)))
+            rounds = np.maximum(self._bottlenecks[rows], self._trips(rows, np.inf))
+            here = np.isin(self._sizes, counts)
+            self.rates[here, sum(rows)] = (sum(rows) / rounds * self._weight)[here]
+
+    def _trips(self, rows: tuple[int, ...], limit: float) -> Floats:
+        """float64[sets]: the shortest trips if nothing may be busier than `limit`."""
+        problem, tables = self._problem, self._problem.of_sizes(rows)
+        steps = [
+            np.where(busy <= limit, largest, np.inf)
+            for busy, largest in zip(tables.busy, tables.largest, strict=True)
+        ]
+        send = np.where(tables.link_busy <= limit, tables.send, np.inf)
+        sweep = Sweep("sum", steps, send, problem.first, problem.last)
+        return sweep.best(sweep.run(max(self._uses[rows])))
+
+    def tighten(self, best_rate: float, limits: Floats) -> None:
+        """Lowers the bounds of sets that can't be part of a plan better than `best_rate`.
+
+        `limits[n]` bounds what all devices do for n users. Beside it, a chain for the others has to do the rest of
+        `best_rate`, so its round may only be so long; what is busier for longer than that is of no use to it.
+        """
+        users = len(limits) - 1
+        for rows, counts in self._uses.items():
+            mine = sum(rows)
+            rest = float(limits[users - mine])
+            least = best_rate - rest if np.isfinite(rest) else 0.0
+            if mine > users or least <= 0:
+                continue
+            longest = mine / least
+            rounds = np.maximum(self._bottlenecks[rows], self._trips(rows, longest))
+            bound = np.maximum(mine / rounds, least * (1.0 - _CLOSE)) * self._weight
+            here = np.isin(self._sizes, counts) & (self.rates[:, mine] > 0)
+            self.rates[here, mine] = np.minimum(self.rates[here, mine], bound[here])
 
     def rate_of(self, shared: Sequence[Shared]) -> float:
         """Tokens per second of a plan, as the bounds count."""
@@ -119,10 +155,10 @@ class _Bounds:
 
     def solve(self, mask: int, users: int, least_rate: float) -> float:
         """Makes one bound exact, or at least smaller than `least_rate`. Returns by how much it fell."""
-        solver = self._chains.get((mask, users))
+        solver = self._solvers.get((mask, users))
         if solver is None:
             devices = [device for device in range(self._problem.count) if mask >> device & 1]
-            solver = self._chains[mask, users] = Solver(self._problem, devices, users)
+            solver = self._solvers[mask, users] = Solver(self._problem, devices, users)
         weight = float(self._weight[mask])
         solver.run(users / least_rate * weight if least_rate > 0 else np.inf)
         before = float(self.rates[mask, users])
@@ -218,6 +254,13 @@ class _Sharing:
                     break
                 sub = (sub - 1) & rest
             self._subsets.append(np.array(sorted(subs, key=lambda s: (s.bit_count(), s)), np.int64))
+
+    def limits(self, rates: Floats, users: int) -> Floats:
+        """float64[users + 1]: the most tokens per second of all devices for each number of users."""
+        most = rates.shape[1] - 1
+        rates = np.where(rates > 0, rates, -np.inf)
+        limits = self._totals(rates, range(1, min(most, users) + 1), users)[self._everyone]
+        return np.asarray(np.maximum.accumulate(limits))
 
     def best(self, rates: Floats, users: int) -> tuple[list[tuple[int, int]], float]:
         """The sets with their users, and their tokens per second: all users placed, or every chain full."""

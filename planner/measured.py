@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from potluck.planner.cost import Place, StageCost, chain_forecast, plan_forecast
 from potluck.planner.even import plan_even
-from potluck.planner.exact import MOST_DEVICES, Shared, best_chain, best_chains
+from potluck.planner.exact import MOST_DEVICES, Best, Shared, best_chain, best_chains
 from potluck.planner.explain import explain, too_little
 from potluck.planner.plan import Candidate, ChainPlan, Demand, ModelShape, Network, Plan
 from potluck.planner.problem import Problem
@@ -37,12 +37,17 @@ class MeasuredPlanner:
             plan = plan_even(model, candidates, network)
             return replace(plan, reasons=("No device could be measured.", *plan.reasons))
         problem = Problem(model, known, network, self.demand)
-        shared = solve(problem)
+        best = solve(problem)
+        shared = best.shared
         if not shared:
             raise too_little(problem)
         plan = as_plan(problem, shared)
         unmeasured = sorted(c.device for c in candidates if c.profile is None)
         reasons = explain(problem, shared)
+        if best.gap > 0.001:
+            reasons.append(
+                f"The search was ended early: a plan better by up to {100 * best.gap:.1f} % is not ruled out."
+            )
         if unmeasured:
             reasons.append(f"{', '.join(unmeasured)} left out: not measured.")
         used = {place.stage for chain in plan.chains for place in chain.stages}
@@ -54,13 +59,14 @@ class MeasuredPlanner:
         )
 
 
-def solve(problem: Problem) -> list[Shared]:
-    """The best chains with their users; none if the model fits nowhere."""
+def solve(problem: Problem) -> Best:
+    """The best chains with their users; none if the model fits nowhere. Of a search no gap is known: it is 0 there."""
     exact = problem.count <= MOST_DEVICES
     if problem.demand.users == 1:
         chain = best_chain(problem) if exact else search_chain(problem)
-        return [] if chain is None else [Shared(chain, 1)]
-    return best_chains(problem, search_chains(problem)).shared if exact else search_chains(problem)
+        return Best([] if chain is None else [Shared(chain, 1)])
+    found = search_chains(problem)
+    return best_chains(problem, found) if exact else Best(found)
 
 
 def as_plan(problem: Problem, shared: Sequence[Shared]) -> Plan:

@@ -38,8 +38,8 @@ class Node(_Section, frozen=True):
 class Discovery(_Section, frozen=True):
     """How broker and stages find each other."""
 
-    enabled: bool = True
-    interval_seconds: Annotated[float, Meta(gt=0)] = 10.0
+    enabled: bool | None = None
+    interval_seconds: Annotated[float, Meta(ge=1, le=3600)] | None = None
     peers: tuple[str, ...] = ()
 
 
@@ -124,15 +124,13 @@ def read_yaml(path: Path, option: str, page: str) -> Any:
             f"Can't read {path}: {error.strerror}.", hint=f"Check the path given with {option}."
         ) from error
     if len(text) > FILE_BYTES:
-        raise SettingsError(f"{path} is larger than {FILE_BYTES} bytes.", hint=f"{page} is what such a file looks like.")
+        raise SettingsError(f"{path} is larger than {FILE_BYTES} bytes.", hint=f"Compare it with {page}.")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise SettingsError(
-            f"{path} is not valid YAML{where}.", hint=f"Compare it with {page}."
-        ) from error
+        raise SettingsError(f"{path} is not valid YAML{where}.", hint=f"Compare it with {page}.") from error
 
 
 def parse_settings(raw: Any, source: str) -> Settings:
@@ -151,8 +149,6 @@ def without_effect(settings: Settings) -> tuple[str, ...]:
             hint="Take the section out, and run Potluck on a network you trust, with the REST API on the loopback.",
         )
     planned = {
-        "node.network_interface": settings.node.network_interface is not None,
-        "discovery": settings.discovery != Discovery(),
         "resources.max_memory_gb": settings.resources.max_memory_gb is not None,
         "resources.max_vram_gb": settings.resources.max_vram_gb is not None,
         "resources.vram_pool_size": settings.resources.vram_pool_size is not None,
@@ -170,6 +166,10 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         "name": settings.node.name,
         "listen_address": settings.node.listen_address,
         "port": settings.node.listen_port,
+        "network_interface": settings.node.network_interface,
+        "discovery": settings.discovery.enabled,
+        "discovery_interval": settings.discovery.interval_seconds,
+        "peers": list(settings.discovery.peers) or None,
         "threads": settings.resources.threads,
         "activation": activation,
         "exact": settings.compute.exact,

@@ -116,6 +116,7 @@ class _Socket:
         return True
 
     def _bind(self, endpoint: str) -> None:
+        self._allow_ipv6(endpoint)
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -132,6 +133,7 @@ class _Socket:
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def _connect(self, endpoint: str) -> None:
+        self._allow_ipv6(endpoint)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -140,6 +142,11 @@ class _Socket:
                 f"{endpoint} is not an address that can be connected to.", hint="Give host:port."
             ) from error
         self.endpoint = endpoint
+
+    def _allow_ipv6(self, endpoint: str) -> None:
+        """Only for endpoints that need it: a socket for both kinds shows other addresses, and needs IPv6 to exist."""
+        if endpoint.startswith("tcp://["):
+            self.socket.setsockopt(zmq.IPV6, 1)
 
     def close(self) -> None:
         if not self.socket.closed:

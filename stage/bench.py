@@ -7,13 +7,13 @@ Decides in which order things are loaded and when a kept profile will do. What i
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ctypes
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ from potluck.stage.bench_plan import (
     Window,
     Windows,
     chunk_tokens,
-    compared_chunk,
+    compared_chunks,
     decode_rows,
     fill_tokens,
     full_rows,
@@ -42,6 +42,7 @@ from potluck.stage.bench_plan import (
 from potluck.stage.bench_rounds import Clock, Rounds
 from potluck.stage.bench_slice import Rows, TimedSlice
 from potluck.stage.bench_speed import Readings, speed_of
+from potluck.stage.bench_turn import alone
 from potluck.stage.engine import Engine, LoadSpec
 from potluck.stage.holder import Models, Progressed
 from potluck.stage.kept_profiles import Setting, keep_profile, kept_profile
@@ -50,9 +51,6 @@ from potluck.wire.errors import ModelError, OutOfMemoryError, Phase, PotluckErro
 from potluck.wire.measures import Capabilities, Profile, Speed
 from potluck.wire.messages import Measure
 
-LOCK_S = 300.0
-"""How long another stage of this machine may measure before this one measures beside it."""
-POLL_S = 0.2
 ROOM_SHARE = 0.8
 """Of the memory that is offered, what the timed slices may take together."""
 ALL_LAYERS = 1 << 16
@@ -112,7 +110,9 @@ class Bench:
         kept = None if fresh else kept_profile(self._models.cache_dir, setting)
         if kept is not None:
             return kept
-        with _alone(self._models.cache_dir, self._clock, self._pause, wanted, progressed):
+        with alone(self._models.cache_dir, self._clock, self._pause, wanted, progressed):
+            if not wanted():
+                return None
             begun_s = self._clock()
             with tempfile.TemporaryDirectory(dir=self._models.cache_dir, prefix="bench-") as folder:
                 run = _Run(self, message, source, facts, Path(folder), wanted, progressed)
@@ -136,7 +136,7 @@ class Bench:
             affinity=tuple(affinity),
             cpu_quota=can.cpu_quota,
             engine=mine.engine,
-            llama=can.llama,
+            llama=can.llama or _llama_version(),
             fingerprint=message.model.fingerprint,
             slots=message.slots,
             context_tokens=message.context_tokens,
@@ -297,7 +297,7 @@ class _Run:
         message, clock = self._message, self._bench._clock
         batch = message.batch_tokens
         sequences = max(full_rows(message.slots))
-        chunk = compared_chunk(batch)
+        chunk = compared_chunks(batch)[-1]
         with contextlib.ExitStack() as opened:
             # How many tokens a context takes to fill follows from one chunk; the caches are then made for that.
             spec = self._spec(Part.SHORT, gpu, 2, chunk, tune=False)
@@ -385,47 +385,21 @@ class _Run:
         self._progressed(Phase.MEASURE, min(done, self._total - 1), self._total)
 
 
+def _llama_version() -> str:
+    try:
+        return version("llama-cpp-python")
+    except PackageNotFoundError:
+        return ""
+
+
 def _own_memory() -> int:
     """Bytes of this process that are no file's; 0 where the system does not say."""
+    # What was freed before would hide what comes next. Only glibc knows this call.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     memory = psutil.Process().memory_info()
     shared = getattr(memory, "shared", None)
     return int(memory.rss - shared) if shared is not None else 0
-
-
-@contextlib.contextmanager
-def _alone(
-    cache_dir: Path, clock: Clock, pause: Callable[[float], None], wanted: Wanted, progressed: Progressed
-) -> Iterator[None]:
-    """While no other process of this machine measures: two at once would slow each other down.
-
-    Waits at most `LOCK_S`. What a measurement that was killed has left behind is removed. Raises ModelError.
-    """
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache_dir / "measuring.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ModelError(
-            f"{cache_dir} can't be written: {error.strerror}.",
-            hint="Set another cache folder.",
-            phase=Phase.MEASURE,
-        ) from error
-    begun_s, free = clock(), False
-    try:
-        while wanted() and not free:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                free = True
-            except BlockingIOError:
-                if clock() - begun_s > LOCK_S:
-                    break
-                progressed(Phase.MEASURE, 0, 1)
-                pause(POLL_S)
-        if free:
-            for left in cache_dir.glob("bench-*"):
-                shutil.rmtree(left, ignore_errors=True)
-        yield
-    finally:
-        os.close(lock)
 
 
 __all__ = ["Bench", "BenchSettings"]

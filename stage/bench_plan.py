@@ -10,24 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 
 from potluck.model.architectures import Rules
 from potluck.wire.errors import ForbiddenCutError
 
 DEEP_BYTES = 64 << 20
-SHORT_BYTES = 8 << 20
+SHORT_BYTES = 12 << 20
 """Blocks of fewer bytes and their KV cache would be computed from a cache of the second level."""
 USUAL_SHARE = 0.03
 """How far the blocks of a slice may be from the model's average, in bytes, before more blocks are taken."""
 SPARE_UNITS = 3
 """How many more units of blocks are taken for that."""
+MOST_UNITS = 64
+"""The longest slice that is considered, in units of blocks between two cuts."""
 DECODE_ROWS = (1, 2, 4, 8, 16)
 CHUNK_TOKENS = (4, 16, 32, 64, 128, 256, 512)
-COMPARED_TOKENS = 64
-"""The chunk that is timed on the deep slice, too."""
+COMPARED_TOKENS = (16, 64)
+"""Chunks that are timed on the deep slice, too."""
 FULL_ROWS = (1, 4)
 """Decode micro-batches timed with a filled cache."""
 FILL_S = 1.2
+"""For filling caches, where that is enough for `GOOD_FILL_TOKENS`."""
+LONG_FILL_S = 4.0
+"""For filling one cache on a slow device."""
+GOOD_FILL_TOKENS = 256
 LEAST_FILL_TOKENS = 96
 """Fewer tokens in the cache would tell nothing of thousands."""
 
@@ -88,29 +95,38 @@ class Point:
 
 def windows_of(block_bytes: Sequence[int], rules: Rules, head_bytes: int, most_bytes: int = 0) -> Windows:
     """The slices to time, all of them together at most `most_bytes` if that can be (0: without a limit)."""
-    layers = len(block_bytes)
+    layers, total = len(block_bytes), sum(block_bytes)
+    before = (0, *accumulate(block_bytes))
     cuts = rules.cuts()
 
-    def window(first: int, end: int) -> Window:
-        return Window(first, end, sum(block_bytes[first:end]))
+    def windows(firsts: Sequence[int], ends: Sequence[int]) -> list[Window]:
+        """Those of them that llama.cpp can hold."""
+        return [
+            Window(first, end, before[end] - before[first])
+            for first in firsts
+            for end in ends
+            if first < end and _allowed(rules, first, end)
+        ]
 
-    lasts = [window(cut, layers) for cut in reversed(cuts) if _allowed(rules, cut, layers)]
+    lasts = windows(cuts[::-1], [layers])
     if not lasts:
-        return Windows(window(0, layers), window(0, layers), None)
-    last = lasts[0]
+        whole = Window(0, layers, total)
+        return Windows(whole, whole, None)
+    # A stage that ends in the head has no callback at its nodes, so its layers are a little cheaper: with some of them
+    # beside the head, what is said of the head is right for stages of common sizes.
+    least = min(head_bytes, total // 2) // 2
+    last = next((window for window in lasts if window.bytes >= least), lasts[-1])
     inner = [
-        window(first, end)
+        window
         for index, first in enumerate(cuts)
-        for end in cuts[index + 1 :]
-        if _allowed(rules, first, end)
-    ] or [window(0, end) for end in cuts if _allowed(rules, 0, end)]
+        for window in windows([first], cuts[index + 1 : index + 1 + MOST_UNITS])
+    ] or windows([0], cuts)
     if not inner:  # only slices that reach the end are allowed
         return Windows(last, last, last)
-    total = sum(block_bytes)
     room = most_bytes - last.bytes - head_bytes if most_bytes else total
-    short = _choose(inner, total / layers, min(SHORT_BYTES, total // 4))
+    short = _choose(inner, total, layers, min(SHORT_BYTES, total // 4))
     deeper = [w for w in inner if w.layers >= 2 * short.layers and w.bytes + short.bytes <= room]
-    deep = _choose(deeper, total / layers, min(DEEP_BYTES, total // 2)) if deeper else short
+    deep = _choose(deeper, total, layers, min(DEEP_BYTES, total // 2)) if deeper else short
     return Windows(deep, short, last)
 
 
@@ -122,27 +138,28 @@ def _allowed(rules: Rules, first: int, end: int) -> bool:
     return True
 
 
-def _choose(windows: Sequence[Window], usual_bytes: float, least_bytes: int) -> Window:
+def _choose(windows: Sequence[Window], total_bytes: int, layers: int, least_bytes: int) -> Window:
     """The shortest of at least so many bytes whose blocks are like the model's; the most like it among those of a size.
 
     Files mix types of numbers, so blocks differ in size, and what two of them say must hold for all.
     """
+    usual_bytes = total_bytes / layers
+
+    def unlike(window: Window) -> float:
+        return abs(window.layer_bytes - usual_bytes)
+
+    def off_middle(window: Window) -> int:
+        return abs(window.first + window.end - layers)
+
     sizes = sorted({window.layers for window in windows})
-    best = {
-        size: min(
-            (window for window in windows if window.layers == size),
-            key=lambda window: (abs(window.layer_bytes - usual_bytes), abs(window.first - len(windows) / 4)),
-        )
+    best = [
+        min((w for w in windows if w.layers == size), key=lambda w: (unlike(w), off_middle(w)))
         for size in sizes
-    }
-    enough = next((index for index, size in enumerate(sizes) if best[size].bytes >= least_bytes), None)
-    if enough is None:
-        return best[sizes[-1]]
-    candidates = [best[size] for size in sizes[enough : enough + SPARE_UNITS + 1]]
-    for window in candidates:
-        if abs(window.layer_bytes - usual_bytes) <= USUAL_SHARE * usual_bytes:
-            return window
-    return min(candidates, key=lambda window: abs(window.layer_bytes - usual_bytes))
+    ]
+    enough = next((index for index, window in enumerate(best) if window.bytes >= least_bytes), len(best) - 1)
+    candidates = best[enough : enough + SPARE_UNITS + 1]
+    alike = (window for window in candidates if unlike(window) <= USUAL_SHARE * usual_bytes)
+    return next(alike, min(candidates, key=unlike))
 
 
 # ---- micro-batches
@@ -150,7 +167,8 @@ def _choose(windows: Sequence[Window], usual_bytes: float, least_bytes: int) -> 
 
 def decode_rows(slots: int) -> tuple[int, ...]:
     """Numbers of sequences that decode together, up to the slots there are."""
-    return (*(rows for rows in DECODE_ROWS if rows < slots), min(slots, DECODE_ROWS[-1]))
+    most = min(slots, DECODE_ROWS[-1])
+    return (*(rows for rows in DECODE_ROWS if rows < most), most)
 
 
 def chunk_tokens(batch_tokens: int) -> tuple[int, ...]:
@@ -159,11 +177,10 @@ def chunk_tokens(batch_tokens: int) -> tuple[int, ...]:
     return (*(tokens for tokens in CHUNK_TOKENS if tokens < most), most)
 
 
-def compared_chunk(batch_tokens: int) -> int:
-    """The chunk that both the deep and the short slice compute."""
-    return max(
-        tokens for tokens in chunk_tokens(batch_tokens) if tokens <= max(COMPARED_TOKENS, CHUNK_TOKENS[0])
-    )
+def compared_chunks(batch_tokens: int) -> tuple[int, ...]:
+    """The chunks that both the deep and the short slice compute, the largest one last."""
+    sizes = chunk_tokens(batch_tokens)
+    return tuple(tokens for tokens in sizes if tokens in COMPARED_TOKENS) or sizes[-1:]
 
 
 def full_rows(slots: int) -> tuple[int, ...]:
@@ -172,24 +189,26 @@ def full_rows(slots: int) -> tuple[int, ...]:
 
 
 def fill_tokens(context_tokens: int, sequences: int, token_s: float, step: int) -> tuple[int, int]:
-    """How many tokens go into how many sequences: half a context, or what `FILL_S` allows of it, in steps.
+    """How many tokens go into how many sequences: half a context, or what there is time for, in steps.
 
     (0, 0) if it is so slow that nothing would be learnt.
     """
-    for count in sorted({sequences, 1}, reverse=True):
-        allowed = int(FILL_S / max(token_s * count, 1e-12))
-        tokens = min(context_tokens // 2, allowed)
+    half = context_tokens // 2
+    tokens = 0
+    for budget_s, count in ((FILL_S, sequences), (FILL_S, 1), (LONG_FILL_S, 1)):
+        tokens = min(half, int(budget_s / max(token_s * count, 1e-12)))
         tokens -= tokens % step if tokens >= step else 0
-        if tokens >= min(LEAST_FILL_TOKENS, context_tokens // 2) and tokens > 0:
-            return tokens, count
-    return 0, 0
+        if tokens >= min(GOOD_FILL_TOKENS, half - half % step):
+            break
+    return (tokens, count) if tokens >= max(1, min(LEAST_FILL_TOKENS, half)) else (0, 0)
 
 
 def points_of(windows: Windows, slots: int, batch_tokens: int, full_slots: int) -> Iterator[Point]:
     """Every micro-batch to time, a slice after the other, small ones first."""
     for rows in decode_rows(slots):
         yield Point(Part.DEEP, False, rows)
-    yield Point(Part.DEEP, True, compared_chunk(batch_tokens))
+    for tokens in compared_chunks(batch_tokens):
+        yield Point(Part.DEEP, True, tokens)
     for rows in full_rows(slots):
         yield Point(Part.SHORT, False, rows)
         if rows <= full_slots:
@@ -209,7 +228,7 @@ __all__ = [
     "Window",
     "Windows",
     "chunk_tokens",
-    "compared_chunk",
+    "compared_chunks",
     "decode_rows",
     "fill_tokens",
     "full_rows",

@@ -37,6 +37,8 @@ class Rounds:
         self._points = list(points)
         self._clocks = [wall] if busy is None else [wall, busy]
         self._tick = tick
+        self._shares: dict[Point, int] = {}
+        self._took = [0.0] * len(self._clocks)
         self._skipped: set[Point] = set()
         self.series: dict[Point, Series] = {point: Series() for point in self._points}
 
@@ -47,12 +49,18 @@ class Rounds:
 
     def run(self, wanted: Callable[[], bool]) -> bool:
         """Until everything is steady. False if it was no longer `wanted` on the way."""
-        wall = self._clocks[0]
-        begun_s = wall()
+        begun = [clock() for clock in self._clocks]
+        try:
+            return self._run(wanted, begun[0] + TOTAL_S)
+        finally:
+            self._took = [clock() - begin for clock, begin in zip(self._clocks, begun, strict=True)]
+
+    def _run(self, wanted: Callable[[], bool], end_s: float) -> bool:
         while True:
-            late = wall() - begun_s > TOTAL_S
+            late = self._clocks[0]() > end_s
             left = [point for point in self._points if not self._done(point, late)]
             if not left:
+                self._tick(self.expected)
                 self.series = {point: series for point, series in self.series.items() if series.runs}
                 return True
             before: Part | None = None
@@ -82,21 +90,25 @@ class Rounds:
         if below.runs and below.median_s * point.rows / sizes[at - 1] <= CALL_S:
             return False
         self._skipped.add(point)
+        self._say(point)
         return True
 
     def _once(self, point: Point) -> None:
         took = self._slices[point.part].time(point, self._clocks)
         self.series[point].add(took[-1], took[0])
-        self._tick(sum(self._share(point) for point in self._points))
+        self._say(point)
 
-    def _share(self, point: Point) -> int:
+    def _say(self, point: Point) -> None:
         series = self.series[point]
-        return LEAST_RUNS if series.done or point in self._skipped else min(len(series.runs), LEAST_RUNS - 1)
+        full = series.done or point in self._skipped
+        share = LEAST_RUNS if full else min(len(series.runs), LEAST_RUNS - 1)
+        if share > self._shares.get(point, 0):
+            self._shares[point] = share
+            self._tick(sum(self._shares.values()))
 
     def stretch(self) -> float:
-        """Wall seconds per second of the series, over everything that was timed."""
-        computed = sum(sum(series.runs) for series in self.series.values())
-        return sum(series.wall_s for series in self.series.values()) / computed if computed > 0 else 1.0
+        """Wall seconds per computed second, from the first run to the last."""
+        return self._took[0] / self._took[-1] if self._took[-1] > 0 else 1.0
 
 
 __all__ = ["Rounds"]

@@ -98,29 +98,18 @@ def _attention(read: Readings) -> dict[int, float]:
 
 
 def _at(more: Mapping[int, float], rows: int) -> float:
-    """Between the numbers that were timed in a straight line; beyond them each sequence costs the same."""
-    known = sorted(more)
-    below = max((size for size in known if size <= rows), default=known[0])
-    above = min((size for size in known if size >= rows), default=known[-1])
-    if below >= above:
-        return more[below] * rows / below
-    return more[below] + (more[above] - more[below]) * (rows - below) / (above - below)
+    """As `_between`, and beyond what was timed each sequence costs the same."""
+    nearest = min(max(rows, min(more)), max(more))
+    return _between(more, nearest) * rows / nearest
 
 
 def _prefill(read: Readings, call_s: float) -> list[Timing]:
-    """Of the short slice's chunks, in proportion to the one that the deep slice computed, too."""
-    ratio = 1.0
-    for rows in read.sizes(Part.DEEP, True):
-        in_deep, _ = _layer(read, Part.DEEP, True, rows, call_s)
-        in_short, _ = (
-            _layer(read, Part.SHORT, True, rows, call_s) if rows in read.sizes(Part.SHORT, True) else (0, 0)
-        )
-        ratio = in_deep / in_short if in_short > 0 and in_deep > 0 else 1.0
+    """Of the short slice's chunks, in proportion to those that the deep slice computed, too."""
+    ratios = _deep_per_short(read, call_s)
     timings = []
     for rows in read.sizes(Part.SHORT, True):
-        seconds, spread = (
-            value * ratio * read.scale for value in _layer(read, Part.SHORT, True, rows, call_s)
-        )
+        ratio = _between(ratios, rows) * read.scale
+        seconds, spread = (value * ratio for value in _layer(read, Part.SHORT, True, rows, call_s))
         timings.append(Timing(rows, 0, seconds, spread))
         full = read.get(Part.SHORT, True, rows, full=True)
         if full is not None:
@@ -128,6 +117,26 @@ def _prefill(read: Readings, call_s: float) -> list[Timing]:
             more = max(0.0, paired(lambda a, b: a - b, full, less)) / read.windows.short.layers
             timings.append(Timing(rows, read.full_tokens, seconds + more * read.scale, spread))
     return timings
+
+
+def _deep_per_short(read: Readings, call_s: float) -> dict[int, float]:
+    """By the length of the chunk, how much longer a layer takes in the deep slice; {0: 1.0} if that is not known."""
+    ratios = {}
+    for rows in set(read.sizes(Part.DEEP, True)) & set(read.sizes(Part.SHORT, True)):
+        (deep, _), (short, _) = (_layer(read, part, True, rows, call_s) for part in (Part.DEEP, Part.SHORT))
+        if deep > 0 and short > 0:
+            ratios[rows] = deep / short
+    return ratios or {0: 1.0}
+
+
+def _between(values: Mapping[int, float], at: int) -> float:
+    """In a straight line between the two nearest; the nearest one beyond them."""
+    known = sorted(values)
+    below = max((size for size in known if size <= at), default=known[0])
+    above = min((size for size in known if size >= at), default=known[-1])
+    if below >= above:
+        return values[above if at < known[0] else below]
+    return values[below] + (values[above] - values[below]) * (at - below) / (above - below)
 
 
 def _heads(read: Readings, call_s: float, layer_s: Mapping[int, float]) -> list[Timing]:

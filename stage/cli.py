@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import ipaddress
 import os
 import platform
-import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -16,28 +11,24 @@ import click
 import psutil
 
 from potluck.model.paths import cache_dir
-from potluck.runtime.address import CONTROL_PORT, control_endpoint, split_address
+from potluck.runtime.address import control_endpoint
 from potluck.runtime.command import Command
+from potluck.runtime.discovery import LocalNetwork, Wanted
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
-from potluck.runtime.signals import stop_signals
-from potluck.runtime.zmq_transport import ZmqTransport
 from potluck.stage.engines import NAMES
+from potluck.stage.joining import interface_address, serve
 from potluck.stage.settings import StageSettings, offers
-from potluck.stage.worker import StageWorker
 from potluck.wire import limits
-from potluck.wire.errors import NoBrokerError, SettingsError, UsageError
+from potluck.wire.errors import SettingsError, UsageError
 from potluck.wire.messages import Capabilities
-
-ANY_ADDRESS = "0.0.0.0"
-"""Listening: every address of this machine. Advertised: the host by which the broker is dialled."""
 
 
 @click.command(
     "potluck-stage", cls=Command, context_settings={"auto_envvar_prefix": "POTLUCK", "show_default": True}
 )
-@click.argument("broker", default="127.0.0.1", envvar="POTLUCK_BROKER")
+@click.argument("broker", required=False, envvar="POTLUCK_BROKER")
 @config_option
 @click.option(
     "--model", "-m", "models", multiple=True, type=click.Path(path_type=Path), envvar="POTLUCK_MODEL",
@@ -48,6 +39,18 @@ ANY_ADDRESS = "0.0.0.0"
     "--listen-address",
     help="Where other stages reach this one.  [default: the address that faces the broker]",
 )
+@click.option("--network-interface", help="The network interface to use.  [default: all but virtual ones]")
+@click.option(
+    "--discovery/--no-discovery", default=True, help="Whether to look for the broker if none is named."
+)
+@click.option(
+    "--discovery-interval", default=10.0, type=click.FloatRange(1, 3600),
+    help="Seconds of looking until it says what was tried; then it looks again.",
+)  # fmt: skip
+@click.option(
+    "--peer", "peers", multiple=True, envvar="POTLUCK_PEER",
+    help="Try this address, too, where looking does not work. May be repeated.",
+)  # fmt: skip
 @click.option(
     "--data-port", default=0, type=click.IntRange(0, 65535), help="Port for micro-batches; 0: any free one."
 )
@@ -66,11 +69,15 @@ ANY_ADDRESS = "0.0.0.0"
 @click.option("--log-max-size-mb", default=100, type=click.IntRange(1), hidden=True)
 @click.option("--log-max-files", default=5, type=click.IntRange(1), hidden=True)
 def main(
-    broker: str,
+    broker: str | None,
     config: Path | None,
     models: tuple[Path, ...],
     name: str | None,
     listen_address: str | None,
+    network_interface: str | None,
+    discovery: bool,
+    discovery_interval: float,
+    peers: tuple[str, ...],
     data_port: int,
     threads: int | None,
     cpus: tuple[int, ...],
@@ -82,75 +89,37 @@ def main(
     log_max_size_mb: int,
     log_max_files: int,
 ) -> None:
-    """Join the BROKER (host or host:port) and compute a part of its model.
+    """Join a broker and compute a part of its model.
 
-    Start potluck-broker on one machine first; it prints its address.
+    Start potluck-broker on one machine first. It is looked for on the local network, unless its address is given as
+    BROKER (host or host:port).
     """
     set_up_logs(log_level, log_file, log_max_size_mb, log_max_files)
     pin(cpus)  # before any thread of llama.cpp starts: threads inherit it
     threads = threads or default_threads()
-    bound, advertised = addresses(broker, listen_address)
+    if broker is not None:
+        control_endpoint(broker)  # a mistake in it is said before files are read
+    elif not discovery:
+        raise SettingsError(
+            "No broker is named, and looking for one is off.",
+            hint="Give its address, such as potluck-stage 192.168.1.10, or leave --no-discovery out.",
+        )
+    network = LocalNetwork()
+    if network_interface is not None:
+        listen_address = listen_address or interface_address(network, network_interface)
+    offered = {**offers(models), **dict.fromkeys(fingerprints)}
     settings = StageSettings(
         device=_checked_name(name or platform.node() or "stage"),
-        models={**offers(models), **dict.fromkeys(fingerprints)},
+        models=offered,
         engine=engine,
         cache_dir=cache_dir(),
-        listen_address=bound,
         data_port=data_port,
-        advertise_address=advertised,
         threads=threads,
         capabilities=capabilities(threads),
         keep_trying=keep_trying,
     )
-    code = run(serve(control_endpoint(broker), settings))
-    sys.exit(code)
-
-
-async def serve(broker_endpoint: str, settings: StageSettings) -> int:
-    """Runs one stage until SIGINT, SIGTERM or the broker's refusal. Returns the exit code."""
-    with contextlib.closing(ZmqTransport()) as transport:
-        worker = StageWorker(transport, broker_endpoint, settings)
-        stopped: list[signal.Signals] = []
-        stopping: set[asyncio.Task[None]] = set()
-
-        def stop(number: signal.Signals) -> None:
-            stopped.append(number)
-            stopping.add(asyncio.ensure_future(worker.stop(f"{number.name} came")))
-
-        with stop_signals(stop):
-            code = await worker.run()
-        if worker.error is not None:
-            click.echo(f"potluck-stage: {worker.error}", err=True)
-        return 130 if stopped and stopped[0] is signal.SIGINT else code
-
-
-def addresses(broker: str, listen_address: str | None) -> tuple[str, str | None]:
-    """Where the data socket is bound, and the address to advertise if that is another one.
-
-    By default the address of this machine that faces the broker. On the broker's own machine, dialled as 127.0.0.1,
-    that would be out of reach for stages elsewhere: then every address is bound, and the one advertised stands for
-    the broker's host. Raises NoBrokerError when there is no way to the broker, SettingsError.
-    """
-    if listen_address not in (None, ANY_ADDRESS):
-        return str(listen_address), None
-    facing = _facing_address(*split_address(broker, CONTROL_PORT))
-    if ipaddress.ip_address(facing).is_loopback:
-        return ANY_ADDRESS, ANY_ADDRESS
-    return listen_address or facing, facing
-
-
-def _facing_address(host: str, port: int) -> str:
-    """This machine's address on the way to the host. A connected UDP socket knows it without sending anything."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise NoBrokerError(
-            f"There is no way to the broker at {host}: {error.strerror or error}.",
-            hint="Check the address and this machine's network.",
-        ) from error
+    wanted = Wanted(network_interface, peers, frozenset(offered), discovery_interval)
+    sys.exit(run(serve(broker, settings, listen_address, wanted, network)))
 
 
 def pin(cpus: tuple[int, ...]) -> None:

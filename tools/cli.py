@@ -11,8 +11,10 @@ import msgspec
 
 from potluck.runtime.client import Client
 from potluck.runtime.command import Group, run
+from potluck.tools.broker_address import broker_address
 from potluck.tools.console import make_console
-from potluck.wire.errors import UsageError
+from potluck.wire import limits
+from potluck.wire.errors import PlanError, UsageError
 from potluck.wire.sampling import Sampling
 
 
@@ -23,7 +25,10 @@ def main() -> None:
 
 
 broker_option = click.option(
-    "--broker", "-b", default="127.0.0.1", envvar="POTLUCK_BROKER", help="Address of the broker."
+    "--broker",
+    "-b",
+    envvar="POTLUCK_BROKER",
+    help="Address of the broker.  [default: this machine's, or the one found on the network]",
 )
 
 
@@ -60,7 +65,7 @@ def demo(model: Path | None, prompt: str | None, max_tokens: int) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end.")
 def infer(
-    broker: str,
+    broker: str | None,
     prompt: str | None,
     max_tokens: int,
     raw: bool,
@@ -84,7 +89,7 @@ def infer(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
     async def work() -> None:
-        async with Client(broker) as client:
+        async with Client(await broker_address(broker)) as client:
             await client.state()  # says at once when nobody answers
             answer = await run_infer(
                 client, text, raw=raw, system=system, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop,
@@ -105,12 +110,12 @@ def infer(
 @main.command()
 @broker_option
 @click.option("--json", "as_json", is_flag=True, help="The whole state as JSON.")
-def ps(broker: str, as_json: bool) -> None:
+def ps(broker: str | None, as_json: bool) -> None:
     """List the stages that have joined, and what they hold."""
     from potluck.tools.tables import device_table
 
     async def work() -> None:
-        async with Client(broker) as client:
+        async with Client(await broker_address(broker)) as client:
             view = await client.state()
         if as_json:
             click.echo(msgspec.json.encode(view).decode())
@@ -126,6 +131,53 @@ def ps(broker: str, as_json: bool) -> None:
             console.print(device_table(view))
 
     run(work())
+
+
+@main.command()
+@click.option(
+    "--cluster",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Machines that are only described (YAML); docs/planning.md says how.",
+)
+@click.option("--model", "-m", type=click.Path(path_type=Path), help="A GGUF file.  [default: as described]")
+@click.option(
+    "--users", type=click.IntRange(1, limits.USERS), help="People served at the same time.  [default: 1]"
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 256),
+    help="Sequences that a chain can hold.  [default: 8, or as many as users]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(16, limits.PROMPT_TOKENS),
+    help="Tokens of one sequence, answer included.  [default: 2048]",
+)
+@click.option(
+    "--prompt",
+    type=click.IntRange(1, limits.PROMPT_TOKENS),
+    help="Tokens of the prompt whose first token is predicted.  [default: a quarter of the context, at most 256]",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def plan(
+    cluster: Path,
+    model: Path | None,
+    users: int | None,
+    slots: int | None,
+    context: int | None,
+    prompt: int | None,
+    as_json: bool,
+) -> None:
+    """Say which machine should hold which layers, how fast that will be, and why."""
+    from potluck.tools.plan import Unfitting, Wish, plan_described, show
+
+    found = plan_described(cluster, model, Wish(users, slots, context, prompt))
+    if as_json:
+        click.echo(found.to_json())
+    else:
+        show(make_console(), found)
+    sys.exit(PlanError.exit_code if isinstance(found, Unfitting) else 0)
 
 
 @main.command()
@@ -187,6 +239,43 @@ def throughput(
         )
     )  # fmt: skip
     click.echo(report.to_json() if as_json else report.to_text())
+
+
+@bench.command("device")
+@click.option(
+    "--model", "-m", type=click.Path(path_type=Path), help="A GGUF file.  [default: the demo's model]"
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Compute threads.  [default: physical cores minus one]"
+)
+@click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences at the same time.")
+@click.option(
+    "--context", default=2048, type=click.IntRange(16, limits.PROMPT_TOKENS), help="Tokens of one sequence."
+)
+@click.option(
+    "--chunk",
+    default=64,
+    type=click.IntRange(1, limits.BATCH_TOKENS),
+    help="Tokens of a prompt per micro-batch.",
+)
+@click.option("--fresh", is_flag=True, help="Measure anew, whatever is kept.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def bench_device(
+    model: Path | None, threads: int | None, slots: int, context: int, chunk: int, fresh: bool, as_json: bool
+) -> None:
+    """How fast this machine computes layers of a model, and what memory they take."""
+    from potluck.stage.cli import default_threads
+    from potluck.tools.bench_device import measure_device, print_report
+    from potluck.tools.demo import demo_model
+
+    report = measure_device(
+        make_console(stderr=True), model or demo_model(), threads=threads or default_threads(), slots=slots,
+        context_tokens=context, batch_tokens=max(chunk, slots), fresh=fresh,
+    )  # fmt: skip
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        print_report(make_console(), report)
 
 
 @bench.command("plan")

@@ -1,4 +1,4 @@
-"""Plain data, as YAML gives it, into structs: checked key by key, a misspelt key answered with the likeliest one. Pure."""
+"""Plain data, as YAML gives it, into structs: checked key by key, for a misspelt key the likeliest one named. Pure."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def _checked(raw: Any, kind: Any, source: str, path: str, page: str) -> Any:
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1)
+            near = near or [name for name in fields if name.startswith(str(key))]
             right = where[: len(where) - len(str(key))] + near[0] if near else ""
             hint = f"Did you mean {right}?" if near else f"{page} lists every key."
             raise SettingsError(f"{source}: there is no setting {where}.", hint=hint)

@@ -96,6 +96,9 @@ def test_a_settings_file_that_is_not_there_is_named(tiny: Path, tmp_path: Path) 
         ["potluck-stage", "--threads", "0"],
         ["potluck-stage", "host:notaport"],
         ["potluck-stage", ":7946"],
+        ["potluck-stage", "--no-discovery"],
+        ["potluck-stage", "--network-interface", "no-such"],
+        ["potluck-stage", "--peer", "host:notaport"],
     ],
     ids=" ".join,
 )

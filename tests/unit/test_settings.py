@@ -77,6 +77,16 @@ def test_settings_without_effect_are_named() -> None:
 def test_only_what_is_set_becomes_a_default() -> None:
     raw = {"node": {"listen_port": 7000}, "compute": {"exact": True}}
     assert defaults_for(parse_settings(raw, "x.yaml")) == {"port": 7000, "exact": True}
+    raw = {
+        "discovery": {"enabled": False, "interval_seconds": 5, "peers": ["a"]},
+        "node": {"network_interface": "eth0"},
+    }
+    assert defaults_for(parse_settings(raw, "x.yaml")) == {
+        "network_interface": "eth0",
+        "discovery": False,
+        "discovery_interval": 5.0,
+        "peers": ["a"],
+    }
 
 
 @click.command("tool", cls=Command, context_settings={"auto_envvar_prefix": "POTLUCK"})
