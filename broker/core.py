@@ -39,6 +39,8 @@ class Core:
     """The one in force."""
     planned_for: object = None
     """What the planner was last asked, and gave nothing better for."""
+    moving: bool = False
+    """Whether stages load because of a better plan, and not because one was lost: requests wait for them."""
     drifted: bool = False
     """Whether a stage's pace has changed since the last plan."""
     hold_s: float = 0.0
@@ -66,6 +68,11 @@ class Core:
     def has_spares(self) -> bool:
         """Whether a stage has nothing to do."""
         return any(stage.status is StageStatus.SPARE for stage in self.state.stages.values())
+
+    @property
+    def settle_s(self) -> float:
+        """How long to wait for what else may change. Where requests follow each other closely, a drift can't wait."""
+        return 0.0 if self.drifted else self.config.settle_s
 
     def may_change(self) -> bool:
         """Whether a plan for chains that serve could come out otherwise: somebody has nothing to do, or has drifted."""

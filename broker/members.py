@@ -112,7 +112,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
     yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")
     if chain.ready == set(chain.stages):
-        chain.open, core.last_error = True, None
+        chain.open, core.last_error, core.moving = True, None, False
         yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
         yield Report("info", f"Chain {chain.chain} serves.")
         if core.may_change():

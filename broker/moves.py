@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from potluck.broker import measuring
 from potluck.broker.core import Core
+from potluck.broker.drift import Pace
 from potluck.planner.measured import forecast
 from potluck.planner.plan import Network, Plan
 from potluck.wire.forecast import Forecast
@@ -54,6 +55,14 @@ def worth_it(core: Core, plan: Plan, network: Network) -> Verdict:
     if core.drifted and core.now < held_until_s:
         return Verdict(False, again_s=held_until_s - core.now)
     return Verdict(True, f"A better plan: {_words(now)} become {_words(plan.forecast)}.")
+
+
+def forgive(core: Core) -> None:
+    """A stage that was slow and then had nothing to do for long may have recovered: its profile counts again."""
+    for stage in core.state.stages.values():
+        idle = stage.chain is None and stage.pace.since_s is not None
+        if idle and stage.pace.slowdown > 1.0 and core.now > (stage.pace.since_s or 0.0) + MOST_HOLD_S:
+            stage.pace = Pace()
 
 
 def note(core: Core) -> None:

@@ -40,6 +40,7 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
         return
     if whole and (not core.may_change() or core.state.requests or not core.state.ready):
         return  # a chain that serves is changed only between requests; one that loads is left to finish
+    moves.forgive(core)
     network = measuring.network(core)
     asked = (measuring.candidates(core, usable), network, tuple(s.stage for s in usable if s.suspect))
     if whole and asked == core.planned_for:
@@ -64,7 +65,7 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
         if not verdict.move:
             return
         moves.note(core)
-    core.drifted = False
+    core.drifted, core.moving = False, whole
     for chain in list(core.state.chains.values()):
         yield from close(core, chain, cause, "a better plan")
     core.planned_once = True
@@ -163,6 +164,7 @@ def break_chain_of(core: Core, stage: Stage, cause: str, why: str) -> Iterator[E
         chain = core.state.chains[stage.chain]
         yield Report("warning", f"Chain {chain.chain} is broken: {why}.")
         yield from close(core, chain, cause, why)
+        core.moving = False
         core.ask_for_plan(0.0)
 
 

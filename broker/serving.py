@@ -44,7 +44,7 @@ def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
     """Takes a request in, or says why not."""
     try:
         requests.check_submission(event, core.state, core.config, core.vocabulary.size)
-        if not core.state.ready:
+        if not core.state.ready and not core.moving:
             raise UnavailableError(
                 f"No whole chain is ready. {core.missing}",
                 hint="Try again shortly; potluck ps shows the stages.",
@@ -71,7 +71,7 @@ def cancel(core: Core, event: RequestCancelled) -> Iterator[Effect]:
     core.tell(event.request, event.cause, f"cancelled after {request.generated} tokens")
     yield requests.fail(core.state, request, CancelledError())
     if core.may_change():
-        core.ask_for_plan(core.config.settle_s)
+        core.ask_for_plan(core.settle_s)
 
 
 def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
@@ -116,7 +116,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
             core.tell(entry.request, event.cause, f"finished after {request.generated} tokens")
             requests.end(core.state, request)
             if not core.state.requests and core.may_change():
-                core.ask_for_plan(core.config.settle_s)
+                core.ask_for_plan(core.settle_s)
 
 
 def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
@@ -138,7 +138,7 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
             stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
     yield Report("warning", f"Chain {chain.chain} is broken: {event.error.what}")
     yield from plans.close(core, chain, event.cause, event.error.what)
-    core.ask_for_plan(0.0)
+    core.ask_for_plan(core.settle_s)
     for name in sorted(hit):
         request = core.state.requests.get(name)
         if request is not None and event.batch >= request.born:

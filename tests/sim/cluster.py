@@ -159,6 +159,7 @@ class House:
         self._hosts: dict[str, tuple[MemoryTransport, Context]] = {}
         self._runs: dict[str, asyncio.Task[int]] = {}
         self._clients: list[Client] = []
+        self._engines: dict[str, list[FakeEngine]] = {}
         self._stirred = asyncio.Event()
         self._starts = itertools.count(1)
         self._ids = itertools.count(1)
@@ -214,7 +215,7 @@ class House:
             CONTROL,
             StageSettings(name, {MODEL.fingerprint: None}, engine="fake", listen_address="*"),
             lane=InlineLane,
-            engine=lambda: FakeEngine(cost.token_layer_s, cost.batch_s),
+            engine=lambda: self._engine(name, cost),
             stage_id=f"{name}/{next(self._starts)}",
         )
         worker.house, worker.load_s = self, cost.load_s
@@ -222,6 +223,16 @@ class House:
         self._runs[name] = self.loop.create_task(worker.run(), context=context)
         self.tell(f"{name} starts ({cost})")
         return worker
+
+    def _engine(self, name: str, cost: Cost) -> FakeEngine:
+        engine = FakeEngine(cost.token_layer_s, cost.batch_s)
+        self._engines.setdefault(name, []).append(engine)
+        return engine
+
+    def pace(self, name: str, cost: Cost) -> None:
+        """From now on the device takes this much, whatever it was measured with."""
+        for engine in self._engines[name]:
+            engine.seconds_per_token, engine.seconds_per_batch = cost.token_layer_s, cost.batch_s
 
     async def serving(self, *names: str, cost: Cost = Cost()) -> None:
         """Adds the stages and waits until one chain of all of them serves."""
