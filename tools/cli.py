@@ -134,11 +134,11 @@ def ps(broker: str | None, as_json: bool) -> None:
 
 
 @main.command()
+@broker_option
 @click.option(
     "--cluster",
-    required=True,
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Machines that are only described (YAML); docs/planning.md says how.",
+    help="Plan for machines that are only described (YAML); docs/planning.md says how.",
 )
 @click.option("--model", "-m", type=click.Path(path_type=Path), help="A GGUF file.  [default: as described]")
 @click.option(
@@ -161,7 +161,8 @@ def ps(broker: str | None, as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def plan(
-    cluster: Path,
+    broker: str | None,
+    cluster: Path | None,
     model: Path | None,
     users: int | None,
     slots: int | None,
@@ -169,7 +170,18 @@ def plan(
     prompt: int | None,
     as_json: bool,
 ) -> None:
-    """Say which machine should hold which layers, how fast that will be, and why."""
+    """Say which machine holds which layers, how fast that is, and why.
+
+    Without --cluster, of the running broker: the plan in force, and how it does with other --users.
+    """
+    if cluster is None:
+        if model is not None or slots is not None or context is not None:
+            raise UsageError(
+                "--model, --slots and --context are the running broker's.",
+                hint="Leave them out, or describe the machines: --cluster FILE.",
+            )
+        run(_plan_in_force(broker, users, prompt, as_json))
+        return
     from potluck.tools.plan import Unfitting, Wish, plan_described, show
 
     found = plan_described(cluster, model, Wish(users, slots, context, prompt))
@@ -178,6 +190,17 @@ def plan(
     else:
         show(make_console(), found)
     sys.exit(PlanError.exit_code if isinstance(found, Unfitting) else 0)
+
+
+async def _plan_in_force(broker: str | None, users: int | None, prompt: int | None, as_json: bool) -> None:
+    from potluck.tools.plan_live import ask, show, to_json
+
+    async with Client(await broker_address(broker)) as client:
+        view, state = await ask(client, users, prompt)
+    if as_json:
+        click.echo(to_json(view, state))
+    else:
+        show(make_console(), view, state)
 
 
 @main.command()
