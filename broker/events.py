@@ -32,6 +32,7 @@ class StageRegistered(Event):
     endpoint: str
     models: tuple[str, ...] = ()
     capabilities: Capabilities = Capabilities()
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class StageLoaded(Event):
     epoch: Epoch
     load_s: float
     weights_bytes: int
+    kv_bytes: int = 0
+    compute_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,12 @@ def register(core: Core, event: StageRegistered) -> Iterator[Effect]:
         yield Report("warning", str(error))
         return
     core.state.stages[event.stage] = Stage(
-        event.stage, event.device, event.endpoint, event.capabilities, last_heard_s=core.now
+        event.stage,
+        event.device,
+        event.endpoint,
+        event.capabilities,
+        last_heard_s=core.now,
+        version=event.version,
     )
     core.tell(event.stage, event.cause, f"joined from {event.endpoint}")
     welcome = Welcome(core.version, core.config.heartbeat_s, core.config.misses)
@@ -107,7 +112,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     if stage.stage in chain.ready:
         return
     stage.status, stage.weights_bytes, stage.detail = StageStatus.READY, event.weights_bytes, ""
-    stage.load_s = event.load_s
+    stage.load_s, stage.kv_bytes, stage.compute_bytes = event.load_s, event.kv_bytes, event.compute_bytes
     chain.ready.add(stage.stage)
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
     yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")

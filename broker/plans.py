@@ -130,6 +130,7 @@ def assign(core: Core, chain: Chain) -> Iterator[Effect]:
             batch_tokens=max(core.config.chunk_tokens, core.config.slots),
             activation=core.config.activation,
             exact=core.config.exact,
+            gpu_layers=place.gpu_layers,
         )
         yield ask_to_load(core, stage)
         yield Report("info", f"{place.device}: layers {place.first}-{place.end - 1} of {core.shape.layers}.")

@@ -277,6 +277,7 @@ class BrokerServer:
                     endpoint=message.data_endpoint,
                     models=message.models,
                     capabilities=message.capabilities,
+                    version=message.version,
                 )
             case Heartbeat():
                 return StageBeat(cause=cause, stage=stage, epoch=epoch, counters=message.counters)
@@ -292,6 +293,8 @@ class BrokerServer:
                     epoch=epoch,
                     load_s=message.load_s,
                     weights_bytes=message.weights_bytes,
+                    kv_bytes=message.kv_bytes,
+                    compute_bytes=message.compute_bytes,
                 )
             case StageFailed():
                 return StageBroke(cause=cause, stage=stage, epoch=epoch, error=message.error.restore())

@@ -61,6 +61,10 @@ class Stage:
     counters: StageCounters = field(default_factory=StageCounters)
     hops: HopSums = field(default_factory=HopSums)
     weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+    version: str = ""
+    """Of Potluck, there."""
     last_progress_s: float = 0.0
     detail: str = ""
     error: PotluckError | None = None

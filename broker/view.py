@@ -46,6 +46,10 @@ def _stage(stage: Stage, place: tuple[int, int] | None, now: float) -> StageView
         hops=stage.hops,
         last_beat_age_s=max(0.0, now - stage.last_heard_s),
         weights_bytes=stage.weights_bytes,
+        kv_bytes=stage.kv_bytes,
+        compute_bytes=stage.compute_bytes,
         endpoint=stage.endpoint,
         detail=stage.detail,
+        capabilities=stage.capabilities,
+        version=stage.version,
     )

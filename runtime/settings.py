@@ -149,11 +149,6 @@ def without_effect(settings: Settings) -> tuple[str, ...]:
             hint="Take the section out, and run Potluck on a network you trust, with the REST API on the loopback.",
         )
     planned = {
-        "resources.max_memory_gb": settings.resources.max_memory_gb is not None,
-        "resources.max_vram_gb": settings.resources.max_vram_gb is not None,
-        "resources.vram_pool_size": settings.resources.vram_pool_size is not None,
-        "resources.allow_cpu_fallback": not settings.resources.allow_cpu_fallback,
-        "resources.mlock": settings.resources.mlock,
         "health.standby": bool(settings.health.standby),
     }
     return tuple(key for key, is_set in planned.items() if is_set)
@@ -171,6 +166,11 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         "discovery_interval": settings.discovery.interval_seconds,
         "peers": list(settings.discovery.peers) or None,
         "threads": settings.resources.threads,
+        "max_memory_gb": settings.resources.max_memory_gb,
+        "max_vram_gb": settings.resources.max_vram_gb,
+        "vram_pool_gb": settings.resources.vram_pool_size,
+        "cpu_fallback": None if settings.resources.allow_cpu_fallback else False,
+        "mlock": settings.resources.mlock or None,
         "activation": activation,
         "exact": settings.compute.exact,
         "layers": [f"{name}={first}-{last}" for name, (first, last) in settings.layer_assignment.items()]

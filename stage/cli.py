@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import click
-import psutil
 
 from potluck.model.paths import cache_dir
 from potluck.runtime.address import control_endpoint
@@ -17,12 +16,13 @@ from potluck.runtime.discovery import LocalNetwork, Wanted
 from potluck.runtime.logs import LEVELS, set_up_logs
 from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
+from potluck.stage.capabilities import capabilities, default_threads
 from potluck.stage.engines import NAMES
 from potluck.stage.joining import interface_address, serve
+from potluck.stage.machine_facts import Owner
 from potluck.stage.settings import StageSettings, offers
 from potluck.wire import limits
 from potluck.wire.errors import SettingsError, UsageError
-from potluck.wire.messages import Capabilities
 
 
 @click.command(
@@ -58,6 +58,20 @@ from potluck.wire.messages import Capabilities
     "--threads", type=click.IntRange(1, 1024), help="Compute threads.  [default: physical cores minus one]"
 )
 @click.option(
+    "--max-memory-gb",
+    type=click.FloatRange(0, min_open=True),
+    help="Memory that Potluck may take.  [default: what is free]",
+)
+@click.option(
+    "--max-vram-gb", type=click.FloatRange(0), help="GPU memory that it may take.  [default: what is free]"
+)
+@click.option("--vram-pool-gb", type=click.FloatRange(0), help="GPU memory set aside for weights and caches.")
+@click.option(
+    "--cpu-fallback/--no-cpu-fallback", default=True,
+    help="Whether the CPU computes layers that the GPU has no room for.",
+)  # fmt: skip
+@click.option("--mlock/--no-mlock", default=False, help="Whether to keep the weights in memory for good.")
+@click.option(
     "--cpu", "cpus", multiple=True, type=click.IntRange(0), envvar="POTLUCK_CPU",
     help="Run on this core only. May be repeated.",
 )  # fmt: skip
@@ -80,6 +94,11 @@ def main(
     peers: tuple[str, ...],
     data_port: int,
     threads: int | None,
+    max_memory_gb: float | None,
+    max_vram_gb: float | None,
+    vram_pool_gb: float | None,
+    cpu_fallback: bool,
+    mlock: bool,
     cpus: tuple[int, ...],
     keep_trying: bool,
     engine: str,
@@ -107,6 +126,7 @@ def main(
     network = LocalNetwork()
     if network_interface is not None:
         listen_address = listen_address or interface_address(network, network_interface)
+    owner = Owner(max_memory_gb, max_vram_gb, vram_pool_gb, cpu_fallback)
     offered = {**offers(models), **dict.fromkeys(fingerprints)}
     settings = StageSettings(
         device=_checked_name(name or platform.node() or "stage"),
@@ -115,7 +135,8 @@ def main(
         cache_dir=cache_dir(),
         data_port=data_port,
         threads=threads,
-        capabilities=capabilities(threads),
+        capabilities=capabilities(threads, owner, models, llama=engine == "llama"),
+        mlock=mlock,
         keep_trying=keep_trying,
     )
     wanted = Wanted(network_interface, peers, frozenset(offered), discovery_interval)
@@ -133,26 +154,6 @@ def pin(cpus: tuple[int, ...]) -> None:
             f"This process can't be kept to core {', '.join(map(str, cpus))}.",
             hint="Name cores that exist (Linux only), or leave --cpu out.",
         ) from error
-
-
-def default_threads() -> int:
-    """Physical cores minus one, at least one; not more than this process may use."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores - 1, usable))
-
-
-def capabilities(threads: int) -> Capabilities:
-    """What this machine has, as the broker is told."""
-    memory = psutil.virtual_memory()
-    return Capabilities(
-        cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
-        threads=threads,
-        memory_bytes=memory.total,
-        free_memory_bytes=memory.available,
-        cpu=platform.processor() or platform.machine(),
-        system=f"{platform.system()} {platform.release()}",
-    )
 
 
 def _checked_name(name: str) -> str:

@@ -44,6 +44,8 @@ class LoadSpec:
     threads: int = 1
     exact: bool = False
     gpu_layers: int = 0
+    mlock: bool = False
+    """Keep the weights in memory for good."""
     tune: bool = False
     """Time a few calls after loading and compute decode rows in the runs that are fastest here. The results' last bits
     then depend on the device's speed, unless `exact` is on."""

@@ -35,12 +35,12 @@ class Holder:
     """At most one engine with its sampler. Used by one thread at a time."""
 
     def __init__(
-        self, make_engine: Callable[[], Engine], models: Models, threads: int, gpu_layers: int = 0
+        self, make_engine: Callable[[], Engine], models: Models, threads: int, *, mlock: bool = False
     ) -> None:
         self._make_engine = make_engine
         self._models = models
         self._threads = threads
-        self._gpu_layers = gpu_layers
+        self._mlock = mlock
         self._engine: Engine | None = None
         self._sampler: Sampler | None = None
         self._loaded: Loaded | None = None
@@ -71,7 +71,9 @@ class Holder:
             batch_tokens=assign.batch_tokens,
             threads=self._threads,
             exact=assign.exact,
-            gpu_layers=self._gpu_layers,
+            # llama.cpp counts the output as one more layer, and takes it first
+            gpu_layers=assign.gpu_layers + 1 if assign.gpu_layers else 0,
+            mlock=self._mlock,
             tune=True,
         )
         engine = self._make_engine()

@@ -27,7 +27,7 @@ class StageSettings:
     data_port: int = 0
     advertise_address: str | None = None
     threads: int = 1
-    gpu_layers: int = 0
+    mlock: bool = False
     capabilities: Capabilities = Capabilities()
     keep_trying: bool = False
     """Whether to go on asking a broker that refuses the stage (another version, no such model)."""

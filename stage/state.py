@@ -61,6 +61,7 @@ class SliceKey(NamedTuple):
     context_tokens: int
     batch_tokens: int
     exact: bool
+    gpu_layers: int
 
     @classmethod
     def of(cls, assign: Assign) -> Self:
@@ -73,6 +74,7 @@ class SliceKey(NamedTuple):
             assign.context_tokens,
             assign.batch_tokens,
             assign.exact,
+            assign.gpu_layers,
         )
 
 

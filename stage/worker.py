@@ -116,7 +116,7 @@ class StageWorker:
         self._make_lane = lane
         models = Models(settings.models, settings.cache_dir)
         make = engine or (lambda: make_engine(settings.engine))
-        self._holder = Holder(make, models, settings.threads, settings.gpu_layers)
+        self._holder = Holder(make, models, settings.threads, mlock=settings.mlock)
         bench = BenchSettings(
             settings.device,
             settings.engine,

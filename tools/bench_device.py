@@ -18,10 +18,11 @@ from potluck.model.facts import read_facts
 from potluck.model.paths import cache_dir
 from potluck.model.reference import reference
 from potluck.stage.bench import Bench, BenchSettings
-from potluck.stage.cli import capabilities
+from potluck.stage.capabilities import capabilities
 from potluck.stage.engines import make_engine
 from potluck.stage.holder import Models
 from potluck.stage.kept_profiles import profile_path
+from potluck.stage.machine_facts import Owner
 from potluck.tools.tables import bytes_text
 from potluck.wire.errors import Phase, PotluckError
 from potluck.wire.measures import Profile, Speed, Timing
@@ -63,7 +64,7 @@ def measure_device(
 ) -> DeviceReport:
     """Measures, or reads what was measured before unless `fresh`. Raises PotluckError."""
     facts = read_facts(model)
-    can = capabilities(threads)
+    can = capabilities(threads, Owner(), [model])
     settings = BenchSettings(
         device=platform.node() or "device", threads=threads, gpu=bool(can.gpus), capabilities=can
     )

@@ -287,7 +287,7 @@ def bench_device(
     model: Path | None, threads: int | None, slots: int, context: int, chunk: int, fresh: bool, as_json: bool
 ) -> None:
     """How fast this machine computes layers of a model, and what memory they take."""
-    from potluck.stage.cli import default_threads
+    from potluck.stage.capabilities import default_threads
     from potluck.tools.bench_device import measure_device, print_report
     from potluck.tools.demo import demo_model
 

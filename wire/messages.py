@@ -205,6 +205,8 @@ class Assign(Body, frozen=True):
     batch_tokens: Annotated[int, Meta(ge=1, le=limits.BATCH_TOKENS)]
     activation: Annotated[str, Meta(pattern="^(f32|f16)$")] = "f32"
     exact: bool = False
+    gpu_layers: Layer = 0
+    """Of the layers, the last ones, for the GPU."""
 
     @property
     def is_first(self) -> bool:
@@ -378,8 +380,12 @@ class StageView(Body, frozen=True):
     """As of the last result."""
     last_beat_age_s: float = 0.0
     weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
     endpoint: Text = ""
     detail: Text = ""
+    capabilities: Capabilities = Capabilities()
+    version: Text = ""
 
 
 class StateView(Body, frozen=True):

@@ -62,7 +62,7 @@ class Library:
         try:
             self.api: Any = importlib.import_module("llama_cpp.llama_cpp")
             extensions: Any = importlib.import_module("llama_cpp._ctypes_extensions")
-            folder = Path(str(self.api.__file__)).parent / "lib"
+            folder = self.folder = Path(str(self.api.__file__)).parent / "lib"
             self.base: Any = extensions.load_shared_library("ggml-base", folder)
         except (ImportError, OSError, RuntimeError) as error:
             raise EngineError(

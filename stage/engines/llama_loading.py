@@ -23,7 +23,7 @@ _UBATCH_ROWS = 512
 _EXACT_ROWS = 60
 _WANTS = 64
 _FLASH_ATTENTION_ON = 1
-_LOAD_MODE_MMAP = 1
+_LOAD_MODE_MMAP, _LOAD_MODE_MMAP_MLOCK = 1, 3
 _ROPE_MULTI = (8, 40)
 """LLAMA_ROPE_TYPE_MROPE and _IMROPE."""
 _SHORT_OF_MEMORY = ("alloc", "out of memory", "memory slot")
@@ -79,7 +79,7 @@ def load_model(library: Library, spec: LoadSpec, exact: bool) -> Any:
     """The slice as a llama_model pointer. Raises ModelError, OutOfMemoryError."""
     params = library.api.llama_model_default_params()
     params.n_gpu_layers = spec.gpu_layers
-    params.load_mode = _LOAD_MODE_MMAP
+    params.load_mode = _LOAD_MODE_MMAP_MLOCK if spec.mlock else _LOAD_MODE_MMAP
     params.use_extra_bufts = not exact
     model = library.api.llama_model_load_from_file(str(spec.slice_path).encode(), params)
     if not model:
