@@ -46,6 +46,7 @@ from potluck.stage.bench_turn import alone
 from potluck.stage.engine import Engine, LoadSpec
 from potluck.stage.holder import Models, Progressed
 from potluck.stage.kept_profiles import Setting, keep_profile, kept_profile
+from potluck.stage.memory import give_back
 from potluck.stage.steady import LEAST_RUNS, Series
 from potluck.wire.errors import ModelError, OutOfMemoryError, Phase, PotluckError
 from potluck.wire.measures import Capabilities, Profile, Speed
@@ -117,6 +118,8 @@ class Bench:
             with tempfile.TemporaryDirectory(dir=self._models.cache_dir, prefix="bench-") as folder:
                 run = _Run(self, message, source, facts, Path(folder), wanted, progressed)
                 profile = run.profile()
+            del run
+            give_back()
             if profile is None:
                 return None
             profile = msgspec.structs.replace(profile, took_s=self._clock() - begun_s)
