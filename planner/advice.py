@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from potluck.planner.cost import StageCost
+from potluck.planner.cost import StageCost, offered
 from potluck.planner.plan import Candidate, Demand, ModelShape
 from potluck.planner.quantization import BITS_PER_WEIGHT
 
@@ -50,13 +50,6 @@ class Remedy:
     demand: Demand
     quantization: str = ""
     """Another one than the model's, if it takes one."""
-
-
-def offered(candidate: Candidate) -> int:
-    """Bytes that layers may take there: memory and its GPU's, or only its GPU's where the CPU may not compute."""
-    if candidate.profile is None or candidate.profile.gpu is None:
-        return candidate.memory_bytes
-    return candidate.vram_bytes + (candidate.memory_bytes if candidate.cpu_fallback else 0)
 
 
 def need(model: ModelShape, candidates: Sequence[Candidate], demand: Demand) -> Need:

@@ -9,7 +9,8 @@ and a link take one micro-batch at a time, so one token of each sequence takes
 
     round_s = max(trip_s of the largest micro-batch, the busiest stage's sum over all m, the busiest link's sum)
 
-Sending overlaps computing. This is the bound for any pipeline that keeps one micro-batch per stage in flight.
+Sending overlaps computing. This is the bound for any pipeline that keeps one micro-batch per stage in flight. A link on
+which nobody answered has an infinite one_way_s, and so has every chain that goes over it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from potluck.planner.plan import FREE, Candidate, Demand, Link, ModelShape, Netw
 from potluck.wire.forecast import ChainForecast, Forecast, StageForecast
 from potluck.wire.ids import StageId
 from potluck.wire.measures import Profile, Speed, Timing
+
+SKIPPED = 0.7
+"""Of the model's last layer, the share that is not computed for a row of a prompt that wants no result: llama.cpp drops
+these rows after that layer's attention. Measured on a CPU with llama.cpp's own decode.
+"""
 
 Table = NDArray[np.float64]
 """float64[layers + 1, layers + 1]: a figure for the layers [first, end); infinite where they can't be held."""
@@ -49,6 +55,18 @@ def _between(points: Sequence[tuple[int, float]], at: int) -> float:
             return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
     (x0, y0), (x1, y1) = points[-2:]
     return y1 + max(0.0, y1 - y0) * (at - x1) / (x1 - x0)
+
+
+def offered(candidate: Candidate) -> int:
+    """Bytes that layers may take there: memory and its GPU's, or only its GPU's where the CPU may not compute.
+
+    0 where the memory is not known, and then limits nothing.
+    """
+    if candidate.profile is None or candidate.profile.gpu is None:
+        return candidate.memory_bytes
+    if not candidate.cpu_fallback:
+        return candidate.vram_bytes
+    return candidate.memory_bytes + candidate.vram_bytes if candidate.memory_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,10 @@ class StageCost:
         return self._table("decode", rows)
 
     def prefill(self, rows: int) -> Table:
-        """Seconds of a chunk of `rows` tokens in the middle of the demand's prompt; the head for one of them."""
+        """Seconds of a chunk of `rows` tokens in the middle of the demand's prompt; the head for one of them.
+
+        The others want no result, so the model's last layer is cheaper by `SKIPPED` of it for each.
+        """
         return self._table("prefill", rows)
 
     def _table(self, kind: str, rows: int) -> Table:
@@ -161,7 +182,16 @@ class StageCost:
         look_up = rows * max((speed.embedding_s for speed in (cpu, gpu) if speed is not None), default=0.0)
         seconds += np.where(end == self.model.layers, np.where(on_gpu, head[1], head[0]), 0.0)
         seconds += np.where(first == 0, look_up, 0.0)
+        if kind == "prefill":
+            last = [0.0 if speed is None else self._last_layer_s(speed, rows) for speed in (cpu, gpu)]
+            saved = SKIPPED * (rows - 1) / rows
+            seconds -= np.where(end == self.model.layers, saved * np.where(on_gpu, last[1], last[0]), 0.0)
         return np.where(self.room, seconds * self.candidate.slowdown, np.inf)
+
+    def _last_layer_s(self, speed: Speed, rows: int) -> float:
+        """Seconds of a chunk in the model's last layer, if all its rows go through it."""
+        prefix = self._prefix_s(speed, "prefill", rows)
+        return float(prefix[-1] - prefix[-2])
 
     def _prefix_s(self, speed: Speed, kind: str, rows: int) -> Table:
         """float64[layers + 1]: seconds of the layers before each; a layer counts by its share of the bytes."""
@@ -295,21 +325,13 @@ def _stage_forecast(
         gpu_layers=cost.gpu_layers(first, end),
         decode_s=_finite(decode_s),
         prefill_s=_finite(float(cost.prefill(rows)[first, end])),
-        send_s=send_s,
+        send_s=_finite(send_s),
         busy=_share(busy) if busy < np.inf else 0.0,
         weights_bytes=round(weights) + (cost.model.head_bytes if end == cost.model.layers else 0),
         kv_bytes=cost.kv_bytes * (end - first),
         compute_bytes=cost.compute_bytes(end),
-        memory_bytes=_memory_bytes(cost),
+        memory_bytes=offered(cost.candidate),
     )
-
-
-def _memory_bytes(cost: StageCost) -> int:
-    """Of the machine and its GPU; 0 where the machine has no limit that is known."""
-    candidate = cost.candidate
-    if candidate.memory_bytes == 0:
-        return 0
-    return candidate.memory_bytes + (candidate.vram_bytes if cost.profile.gpu else 0)
 
 
 def _finite(seconds: float) -> float:

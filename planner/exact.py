@@ -48,15 +48,33 @@ class Best:
     gap: float = 0.0
 
 
+class Trips:
+    """The shortest trip for one user of every set of devices."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        tables = problem.of_sizes((1,))
+        self._sweep = Sweep("sum", tables.largest, tables.send, problem.first, problem.last)
+        self._value = self._sweep.run(min(problem.count, len(problem.positions) - 1))
+        self._masks = np.arange(1 << problem.count)
+        self._sizes = np.array([mask.bit_count() for mask in range(1 << problem.count)])
+        self._trips = self._sweep.best(self._value) * (1.0 + FEWER * self._sizes)
+
+    def best(self, using: int | None = None, least_devices: int = 1) -> Chain | None:
+        """The shortest of all, of those with a certain device, or of those with several; None if there is none."""
+        asked = self._sizes >= least_devices
+        if using is not None:
+            asked &= (self._masks >> using) & 1 == 1
+        trips = np.where(asked, self._trips, np.inf)
+        mask = int(np.argmin(trips))
+        if not np.isfinite(trips[mask]):
+            return None
+        return self._problem.chain(self._sweep.trace(self._value, mask))
+
+
 def best_chain(problem: Problem) -> Chain | None:
     """The chain with the least time per token for one user; None if no chain can hold the model."""
-    tables = problem.of_sizes((1,))
-    sweep = Sweep("sum", tables.largest, tables.send, problem.first, problem.last)
-    value = sweep.run(min(problem.count, len(problem.positions) - 1))
-    sizes = np.array([mask.bit_count() for mask in range(1 << problem.count)])
-    trips = sweep.best(value) * (1.0 + FEWER * sizes)
-    mask = int(np.argmin(trips))
-    return problem.chain(sweep.trace(value, mask)) if np.isfinite(trips[mask]) else None
+    return Trips(problem).best()
 
 
 def best_chains(problem: Problem, start: Sequence[Shared] = ()) -> Best:
@@ -108,8 +126,8 @@ class _Bounds:
                 self._uses.setdefault(problem.sizes(users, count), []).append(count)
         self._bottlenecks: dict[tuple[int, ...], Floats] = {}
         for rows, counts in self._uses.items():
-            tables, nothing = problem.of_sizes(rows), np.zeros(problem.count)
-            busy = Sweep("max", tables.busy, tables.link_busy, nothing, nothing)
+            tables = problem.of_sizes(rows)
+            busy = Sweep("max", tables.busy, tables.link_busy, problem.never_first, problem.never_last)
             self._bottlenecks[rows] = busy.best(busy.run(max(counts)))
             rounds = np.maximum(self._bottlenecks[rows], self._trips(rows, np.inf))
             here = np.isin(self._sizes, counts)
@@ -185,8 +203,9 @@ class Solver:
         self._largest = [tables.largest[device] for device in devices]
         self._link_busy, self._send = tables.link_busy[index], tables.send[index]
         self._whole = (1 << len(devices)) - 1
-        nothing = np.zeros(len(devices))
-        bottleneck = Sweep("max", self._busy, self._link_busy, nothing, nothing)
+        bottleneck = Sweep(
+            "max", self._busy, self._link_busy, problem.never_first[devices], problem.never_last[devices]
+        )
         value = bottleneck.run(len(devices))
         self.low_s = float(bottleneck.best(value)[self._whole])
         self.best_s = np.inf

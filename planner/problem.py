@@ -54,6 +54,16 @@ class Problem:
         legs = self.network.to_broker
         return np.array([legs.get(c.stage, FREE).one_way_s for c in self.candidates])
 
+    @cached_property
+    def never_first(self) -> Floats:
+        """float64[devices]: infinite for one that the broker does not reach, otherwise 0."""
+        return np.where(np.isfinite(self.first), 0.0, np.inf)
+
+    @cached_property
+    def never_last(self) -> Floats:
+        """float64[devices]: infinite for one that does not reach the broker, otherwise 0."""
+        return np.where(np.isfinite(self.last), 0.0, np.inf)
+
     def _of_sizes(self, sizes: tuple[int, ...]) -> Tables:
         return Tables(self, sizes)
 
@@ -110,4 +120,5 @@ class Tables:
                 if a != b:
                     link = problem.network.link(sender.stage, receiver.stage)
                     self.send[a, b] = link.send_s(bytes_of[sizes[0]])
-                    self.link_busy[a, b] = sum(link.busy_s(bytes_of[rows]) for rows in sizes)
+                    if np.isfinite(self.send[a, b]):
+                        self.link_busy[a, b] = sum(link.busy_s(bytes_of[rows]) for rows in sizes)

@@ -105,7 +105,7 @@ class _Ordered:
         value = np.full((len(order), positions), np.inf)
         before_all: list[Floats] = []
         for at, device in enumerate(order):
-            first = problem.first[device] if by_trip else 0.0
+            first = (problem.first if by_trip else problem.never_first)[device]
             before = np.full(positions, np.inf)
             before[0] = first
             if at:
@@ -113,7 +113,7 @@ class _Ordered:
                 before = np.minimum(before, came)
             before_all.append(before)
             value[at] = join(before[:, None], steps[device]).min(axis=0)
-        ends = value[:, -1] + (problem.last[order] if by_trip else 0.0)
+        ends = value[:, -1] + (problem.last if by_trip else problem.never_last)[order]
         at = int(np.argmin(ends))
         if not np.isfinite(ends[at]):
             return None

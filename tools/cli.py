@@ -109,9 +109,11 @@ def infer(
 
 @main.command()
 @broker_option
+@click.option("--memory", is_flag=True, help="What layers take of what each device offers.")
 @click.option("--json", "as_json", is_flag=True, help="The whole state as JSON.")
-def ps(broker: str | None, as_json: bool) -> None:
-    """List the stages that have joined, and what they hold."""
+def ps(broker: str | None, memory: bool, as_json: bool) -> None:
+    """List the stages that have joined, what they hold, and what their machines have."""
+    from potluck.tools.device_tables import machine_notes, machine_table, memory_view
     from potluck.tools.tables import device_table
 
     async def work() -> None:
@@ -127,8 +129,13 @@ def ps(broker: str | None, as_json: bool) -> None:
             f"{view.slots} slots of {view.context_tokens} tokens.",
             markup=False,
         )
-        if view.stages:
+        if view.stages and memory:
+            console.print(*memory_view(view), sep="\n")
+        elif view.stages:
             console.print(device_table(view))
+            console.print()
+            console.print(machine_table(view))
+            console.print(*machine_notes(view), sep="\n")
 
     run(work())
 

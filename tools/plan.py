@@ -20,8 +20,9 @@ from potluck.model.architectures import rules_for
 from potluck.model.facts import read_facts
 from potluck.model.paths import cache_dir
 from potluck.model.verified import is_verified
-from potluck.planner.advice import Need, Remedy, need, offered, remedies
+from potluck.planner.advice import Need, Remedy, need, remedies
 from potluck.planner.anatomy import Anatomy, anatomy_of_file
+from potluck.planner.cost import offered
 from potluck.planner.described import PAGE, Described, parse_cluster
 from potluck.planner.measured import MeasuredPlanner
 from potluck.planner.plan import Candidate, Demand, ModelShape, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 from rich.table import Table
 
-from potluck.wire.messages import StateView
+from potluck.wire.messages import StageView, StateView
 
 
 def bytes_text(count: float) -> str:
@@ -32,6 +32,7 @@ def stage_table(view: StateView) -> Table:
         ("layers", "right"),
         ("micro-batches", "right"),
         ("compute ms", "right"),
+        ("predicted", "right"),
         ("wait ms", "right"),
         ("busy", "right"),
         ("sent", "right"),
@@ -46,11 +47,24 @@ def stage_table(view: StateView) -> Table:
             layers_text(stage.first, stage.end),
             str(hops.batches),
             f"{1000 * hops.compute_s / count:.1f}",
+            _predicted(stage),
             f"{1000 * hops.wait_s / count:.1f}",
             f"{100 * hops.compute_s / lane:.0f} %" if lane > 0 else "-",
             bytes_text(stage.counters.bytes_out),
         )
     return table
+
+
+def _predicted(stage: StageView) -> str:
+    """How the plan's forecast of decode micro-batches compares with what they took."""
+    hops = stage.hops
+    if hops.expected_s <= 0:
+        return "-"
+    return (
+        f"{100 * (hops.expected_s / hops.expected_compute_s - 1):+.0f} %"
+        if hops.expected_compute_s > 0
+        else "-"
+    )
 
 
 def device_table(view: StateView) -> Table:

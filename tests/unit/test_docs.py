@@ -355,7 +355,7 @@ def nested(path: str, value: object) -> dict[str, Any]:
 def has_effect(path: str) -> bool:
     """Whether a value under this key becomes a command's default."""
     with_file = {"logging": {"file": "potluck.log"}}  # sizes of a log count only where there is one
-    for probe in ("/x", "f16", "debug", 7, 0.5, True, ["x"], {"x": [0, 1]}):
+    for probe in ("/x", "f16", "debug", 7, 0.5, True, False, ["x"], {"x": [0, 1]}):
         raw = nested(path, probe)
         raw = {**with_file, **raw, "logging": {**with_file["logging"], **raw.get("logging", {})}}
         try:

@@ -70,7 +70,7 @@ def test_security_that_does_not_exist_yet_is_not_promised() -> None:
 
 def test_settings_without_effect_are_named() -> None:
     raw = {"health": {"standby": ["a"]}, "resources": {"max_memory_gb": 4}, "node": {"name": "a"}}
-    assert without_effect(parse_settings(raw, "x.yaml")) == ("resources.max_memory_gb", "health.standby")
+    assert without_effect(parse_settings(raw, "x.yaml")) == ("health.standby",)
     assert without_effect(Settings()) == ()
 
 
@@ -86,6 +86,16 @@ def test_only_what_is_set_becomes_a_default() -> None:
         "discovery": False,
         "discovery_interval": 5.0,
         "peers": ["a"],
+    }
+
+
+def test_what_a_device_may_give_becomes_the_stage_s_defaults() -> None:
+    raw = {"resources": {"max_memory_gb": 4, "vram_pool_size": 2, "allow_cpu_fallback": False, "mlock": True}}
+    assert defaults_for(parse_settings(raw, "x.yaml")) == {
+        "max_memory_gb": 4,
+        "vram_pool_gb": 2,
+        "cpu_fallback": False,
+        "mlock": True,
     }
 
 
