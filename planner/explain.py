@@ -1,401 +1,376 @@
-"""Why a plan is as it is, in sentences with figures. Pure.
+"""Why a plan is as it is: which sentences are said, the most important first. Pure.
 
-What is compared is computed with the same model of cost as the plan itself; numbers are rounded for people.
+`comparisons` has the other plans and their figures, `words` how figures and names are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from potluck.planner.exact import MOST_DEVICES, Shared
+from potluck.planner.comparisons import Comparisons, Full, Option
+from potluck.planner.cost import offered
+from potluck.planner.exact import Shared
+from potluck.planner.plan import Candidate
 from potluck.planner.problem import Chain, Problem
-from potluck.planner.sweep import Floats
-from potluck.wire.errors import Phase, PlanError
+from potluck.planner.refusal import need_bytes
+from potluck.planner.words import gb, listed, ms, ms_figure, per_s, route, seconds
+from potluck.wire.forecast import ChainForecast, StageForecast
 
 SLOW_LINK_SHARE = 0.25
 """A link is worth a sentence when a micro-batch spends this share of the time per token on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """Another plan, for comparison."""
-
-    shared: tuple[Shared, ...]
-    figure: float
-    """Seconds per token for one user, otherwise tokens per second."""
+ALL_THE_TIME = 0.99
+NEARLY_ALL = 0.95
+CLOSE = 0.02
+"""Plans of another kind that are this close are compared by their first token, too."""
+MOST_GROUPS = 3
+"""Devices left out that get a sentence of their own; the rest shares one."""
 
 
 def explain(problem: Problem, shared: Sequence[Shared]) -> list[str]:
-    """The sentences, the most important first."""
-    talk = _Talk(problem, shared)
-    return [
-        sentence
-        for sentence in (
-            talk.what(),
-            *talk.against(),
-            talk.limit(),
-            *talk.links(),
-            *talk.left_out(),
-        )
-        if sentence
-    ]
+    """The sentences for this plan."""
+    talk = _Talk(Comparisons(problem, shared))
+    sentences = (
+        talk.what(),
+        *talk.other_kinds(),
+        *talk.shares(),
+        *talk.even(),
+        *talk.limit(),
+        *talk.links(),
+        *talk.left_out(),
+    )
+    return [sentence for sentence in sentences if sentence]
 
 
 class _Talk:
     """One plan that is talked about."""
 
-    def __init__(self, problem: Problem, shared: Sequence[Shared]) -> None:
-        self.problem = problem
-        self.shared = list(shared)
-        self.one = problem.demand.users == 1
-        self.figure = self._figure(shared)
-        self.used = {device for part in shared for device, _, _ in part.chain}
-        self.single = self._single()
+    def __init__(self, beside: Comparisons) -> None:
+        self.beside = beside
+        self.problem, self.shared, self.one = beside.problem, beside.shared, beside.one
+        self._spoken_of: set[int] = set()
+        """Devices left out of which a sentence has already said what a plan with them would do."""
 
-    # ---- sentences
+    # ---- what it is, and what else there could be
 
     def what(self) -> str:
-        """What the plan is."""
-        names = [self._chain_names(part.chain) for part in self.shared]
-        if len(self.shared) == 1:
-            (part,) = self.shared
-            if len(part.chain) == 1:
-                return f"{names[0]} alone takes all {self.problem.model.layers} layers: {self._say(self.figure)}."
-            return f"One chain, {names[0]}: {self._say(self.figure)}."
-        alone = all(len(part.chain) == 1 for part in self.shared)
-        kind = "replicas" if alone else "chains"
-        listed = "; ".join(f"{name} for {part.users}" for name, part in zip(names, self.shared, strict=True))
-        return f"{len(self.shared)} {kind} ({listed} users): {self._say(self.figure)}."
+        """The decision."""
+        if len(self.shared) > 1:
+            return f"{self._chains(self.shared)}: {self._figure(self.beside.figure)}."
+        (part,) = self.shared
+        alone = " alone" if len(part.chain) == 1 else ""
+        return f"{self._route(part.chain)}{alone}: {self._figure(self.beside.figure)}."
 
-    def against(self) -> list[str]:
-        """What plans of another kind would give."""
-        problem, shared = self.problem, self.shared
-        sentences: list[str] = []
-        split = len(shared) > 1 or len(shared[0].chain) > 1
-        if split and self.single is not None:
-            name = self._chain_names(self.single.shared[0].chain)
-            sentences.append(f"{name} alone: {self._say(self.single.figure)}.")
-        elif split:
-            sentences.append(self._needs())
-        elif problem.count > 1:
-            option = self._best_split()
-            if option is None:
-                sentences.append("No split over several devices is possible.")
-            else:
-                names = self._chain_names(option.shared[0].chain)
-                worse = "slower for one user" if self.one else "slower"
-                sentences.append(
-                    f"Splitting would be {worse}: the best chain, {names}, {self._would(option.figure)}."
-                )
-        if len(shared) > 1:
-            option = self._one_chain()
-            if option is not None and len(option.shared[0].chain) > 1:
-                names = self._chain_names(option.shared[0].chain)
-                sentences.append(f"One chain, {names}, {self._would(option.figure)}.")
-        even = self._even()
-        if even is not None and split and self._worse(even.figure):
-            sentences.append(f"An even split over the same devices {self._would(even.figure)}.")
-        return sentences
+    def other_kinds(self) -> Iterator[str]:
+        """One device alone, a split, fewer or more chains."""
+        if len(self.shared) == 1 and len(self.shared[0].chain) == 1:
+            yield self._splitting()
+        else:
+            yield self._alone()
+        if len(self.shared) > 1:
+            other = self.beside.one_chain
+            if other is not None and len(other.shared[0].chain) > 1:
+                yield f"One chain, {self._route(other.shared[0].chain)}, {self._would(other)}."
+        elif not self.one:
+            other = self.beside.several_chains
+            if other is not None and self.beside.gain(other.figure) <= 0:
+                yield f"{self._chains(other.shared)} {self._would(other)}."
 
-    def limit(self) -> str:
-        """What a faster plan would need first."""
-        if self.problem.demand.users == 1 and len(self.shared[0].chain) == 1:
+    def _splitting(self) -> str:
+        problem = self.problem
+        if problem.count == 1 or problem.model.layers == 1:
             return ""
-        part = max(self.shared, key=lambda part: self.problem.round_s(part.chain, part.users))
-        forecast = self.problem.forecast(part.chain, part.users)
-        round_ms = _ms(forecast.token_s)
-        if " to " in forecast.limit and forecast.limit not in {c.device for c in self.problem.candidates}:
-            return f"Limited by the link from {forecast.limit}."
-        slowest = max(forecast.stages, key=lambda stage: stage.busy)
-        if len(part.chain) == 1:
-            return ""
-        return (
-            f"Limited by {slowest.device}: it computes {_ms(slowest.busy * forecast.token_s)} of every {round_ms}"
-            f" ({100 * slowest.busy:.0f} % busy)."
-        )
+        split = self.beside.split
+        if split is None:
+            return "No split over several devices is possible." if self.beside.exact and self.one else ""
+        (part,) = split.shared
+        mine, theirs = self.beside.used, {device for device, _, _ in part.chain}
+        others = theirs - mine
+        if len(others) == 1:
+            self._spoken_of |= others
+        together = "both" if len(part.chain) == 2 else "all"
+        who = f"{self._route(part.chain)}, " if mine - theirs or len(others) > 1 else ""
+        who = who or f"a chain with {self._name(next(iter(others)))} "
+        why = f", since each token passes {together} in turn" if self.one else ""
+        worse = "slower" if self.beside.gain(split.figure) < -1e-3 else "no faster"
+        return f"Splitting would be {worse}: {who}{self._would(split)}{why}."
 
-    def links(self) -> list[str]:
-        """Links that cost much, or that the plan stays away from."""
-        problem = self.problem
-        sentences: list[str] = []
-        for part in self.shared:
-            tables = problem.of_sizes(problem.sizes(part.users, len(part.chain)))
-            round_s = problem.round_s(part.chain, part.users)
-            for (a, *_), (b, *_) in pairwise(part.chain):
-                if tables.send[a, b] > SLOW_LINK_SHARE * round_s:
-                    sentences.append(
-                        f"The link from {self._name(a)} to {self._name(b)} takes {_ms(tables.send[a, b])} of every "
-                        f"{_ms(round_s)}{self._rate_of(a, b)}."
-                    )
-        avoided = self._avoided()
-        if avoided is not None:
-            sentences.append(avoided)
-        return sentences[:3]
-
-    def left_out(self) -> list[str]:
-        """Each device that is not used, those of one reason together."""
-        problem = self.problem
-        out = [device for device in range(problem.count) if device not in self.used]
-        grouped: dict[str, list[str]] = {}
-        for device in out:
-            grouped.setdefault(self._why_not(device, len(out)), []).append(self._name(device))
-        return [f"{_listed(names)} left out: {why}." for why, names in grouped.items()]
-
-    # ---- comparisons
-
-    def _figure(self, shared: Sequence[Shared]) -> float:
-        rounds = [(part.users, self.problem.round_s(part.chain, part.users)) for part in shared]
-        return rounds[0][1] if self.one else sum(users / round_s for users, round_s in rounds)
-
-    def _option(self, shared: Sequence[Shared]) -> _Option | None:
-        figure = self._figure(shared)
-        return _Option(tuple(shared), figure) if 0 < figure < np.inf else None
-
-    def _single(self) -> _Option | None:
-        """The best device alone, with as many users as it has slots for."""
-        problem = self.problem
-        users = min(problem.demand.users, problem.demand.slots)
-        layers = problem.model.layers
-        options = [
-            option
-            for device in range(problem.count)
-            if (option := self._option([Shared(((device, 0, layers),), users)])) is not None
-        ]
-        return self._better(options)
-
-    def _best_split(self) -> _Option | None:
-        """The best single chain of two or more devices."""
-        problem = self.problem
-        users = min(problem.demand.users, problem.demand.slots)
-        options = []
-        for chain in _pairs(problem, users):
-            option = self._option([Shared(chain, users)])
-            if option is not None:
-                options.append(option)
-        return self._better(options)
-
-    def _one_chain(self) -> _Option | None:
-        """The best that a single chain does for all users, or as many as it has slots for."""
-        problem = self.problem
-        users = min(problem.demand.users, problem.demand.slots)
-        options = [self.single] if self.single is not None else []
-        for chain in _pairs(problem, users):
-            option = self._option([Shared(chain, users)])
-            if option is not None:
-                options.append(option)
-        return self._better(options)
-
-    def _even(self) -> _Option | None:
-        """The same devices in the same order, with the same number of layers each."""
-        problem = self.problem
-        shared = []
-        for part in self.shared:
-            bounds = [round(problem.model.layers * i / len(part.chain)) for i in range(len(part.chain) + 1)]
-            if any(bound not in problem.positions for bound in bounds):
-                return None
-            chain = tuple(
-                (device, a, b) for (device, _, _), (a, b) in zip(part.chain, pairwise(bounds), strict=True)
-            )
-            shared.append(Shared(chain, part.users))
-        return self._option(shared)
-
-    def _better(self, options: Sequence[_Option]) -> _Option | None:
-        if not options:
-            return None
-        return min(options, key=lambda option: option.figure if self.one else -option.figure)
-
-    def _worse(self, figure: float) -> bool:
-        return figure > 1.02 * self.figure if self.one else figure < 0.98 * self.figure
-
-    def _why_not(self, device: int, others: int) -> str:
-        problem = self.problem
-        if not problem.costs[device].room.any():
-            return f"its {_gb(problem.candidates[device].memory_bytes)} have no room for a single layer"
-        if problem.count > MOST_DEVICES or others > 4:
-            return "no plan with it was better"
-        layer = _seconds_per_layer(problem, device)
-        forced = self._with(device)
-        speed = f"{_ms(layer)} per layer; " if layer is not None else ""
-        if forced is None:
-            return f"{speed}no plan with it is possible"
-        return f"{speed}with it {self._say(forced.figure)}, without it {self._say(self.figure)}"
-
-    def _with(self, device: int) -> _Option | None:
-        """The best plan that uses the device, beside those of the plan, in its chain."""
-        problem = self.problem
-        index = max(
-            range(len(self.shared)),
-            key=lambda at: problem.round_s(self.shared[at].chain, self.shared[at].users),
-        )
-        base = [d for d, _, _ in self.shared[index].chain]
-        best = None
-        for at in range(len(base) + 1):
-            order = [*base[:at], device, *base[at:]]
-            chain = _fixed_order(problem, order, self.shared[index].users)
-            if chain is None:
-                continue
-            shared = list(self.shared)
-            shared[index] = Shared(chain, self.shared[index].users)
-            option = self._option(shared)
-            if option is not None:
-                best = option if best is None else self._better([best, option])
-        return best
-
-    def _avoided(self) -> str | None:
-        """The slowest link that no chain goes over, if one that does would be slower by it."""
-        problem = self.problem
-        used = {(a[0], b[0]) for part in self.shared for a, b in pairwise(part.chain)}
-        rows = problem.sizes(self.shared[0].users, max(2, len(self.shared[0].chain)))
-        send = problem.of_sizes(rows).send
-        typical = float(np.median(send[np.isfinite(send)])) if np.isfinite(send).any() else 0.0
-        worst: tuple[float, int, int] | None = None
-        for a in range(problem.count):
-            for b in range(problem.count):
-                if a == b or (a, b) in used:
-                    continue
-                cost = float(send[a, b])
-                if cost > max(3 * typical, 0.001) and (worst is None or cost > worst[0]):
-                    worst = cost, a, b
-        if worst is None:
-            return None
-        cost, a, b = worst
-        if not np.isfinite(cost):
-            return f"No link from {self._name(a)} to {self._name(b)}: the plan goes without it."
-        return (
-            f"The link from {self._name(a)} to {self._name(b)} is avoided: a micro-batch would take {_ms(cost)}"
-            f"{self._rate_of(a, b)}."
-        )
+    def _alone(self) -> str:
+        single = self.beside.single
+        if single is None:
+            return self._needs()
+        (part,) = single.shared
+        ((device, first, end),) = part.chain
+        cost = self.problem.costs[device]
+        on_cpu = end - cost.gpu_layers(first, end)
+        where = f", with {on_cpu} of its {end} layers on its CPU" if cost.profile.gpu and on_cpu else ""
+        return f"{self._name(device)} alone {self._would(single)}{where}."
 
     def _needs(self) -> str:
-        """Why one device is not enough."""
+        """Why no device alone is enough."""
         problem = self.problem
-        need = _need_bytes(problem)
-        most = max(candidate.memory_bytes + candidate.vram_bytes for candidate in problem.candidates)
-        return (
-            f"No device can hold the model alone: it needs {_gb(need)} with this context and these slots, "
-            f"the largest offers {_gb(most)}."
+        need = need_bytes(problem)
+        offers = [offered(candidate) for candidate in problem.candidates]
+        if 0 in offers:
+            return ""
+        most = int(np.argmax(offers))
+        if need > offers[most]:
+            equals = sum(self._alike(most, other) for other in range(problem.count))
+            largest = (
+                f"none offers more than {gb(offers[most])}"
+                if equals > 1
+                else f"{self._name(most)}, which offers most, gives {gb(offers[most])}"
+            )
+            return f"No device can hold the model alone: it takes {gb(need)}, and {largest}."
+        return f"No device can hold the model alone: it takes {gb(need)}, in pieces that do not fill what one gives."
+
+    def shares(self) -> Iterator[str]:
+        """Other shares of the users, where they would treat the slowest user much better."""
+        fairer = self.beside.fairer if len(self.shared) > 1 else None
+        if fairer is None:
+            return
+        changed = [
+            (now, then)
+            for now, then in zip(self.shared, fairer.shared, strict=True)
+            if now.users != then.users
+        ]
+        who = listed([f"{then.users} users on {self._route(then.chain)}" for _, then in changed])
+        yield (
+            f"With {who} it would be {per_s(fairer.figure)} tokens/s, and {ms(self.beside.slowest_s(fairer.shared))} "
+            f"per token for the slowest users instead of {ms_figure(self.beside.slowest_s(self.shared))}."
         )
+
+    def even(self) -> Iterator[str]:
+        """The same devices with equal numbers of layers."""
+        even = self.beside.even if any(len(part.chain) > 1 for part in self.shared) else None
+        if even is not None and self.beside.gain(even.figure) < -0.02:
+            yield f"An even split over the same devices {self._would(even)}."
+
+    # ---- what limits it
+
+    def limit(self) -> Iterator[str]:
+        """What a faster plan would need first: memory where that sets a cut, otherwise a device or a link."""
+        full = self.beside.full()
+        if full:
+            yield self._full(full)
+            return
+        if all(len(part.chain) == 1 for part in self.shared):
+            return
+        forecasts = [self.problem.forecast(part.chain, part.users) for part in self.shared]
+        stages = [stage for forecast in forecasts for stage in forecast.stages]
+        if not self.one and len(stages) > 1 and min(stage.busy for stage in stages) >= NEARLY_ALL:
+            everyone = "Both devices compute" if len(stages) == 2 else f"All {len(stages)} devices compute"
+            yield f"{everyone} nearly all the time."
+            return
+        slowest = max(forecasts, key=lambda forecast: forecast.token_s)
+        yield self._slowest(slowest)
+
+    def _slowest(self, forecast: ChainForecast) -> str:
+        busiest = max(forecast.stages, key=lambda stage: stage.busy)
+        if forecast.limit not in {stage.device for stage in forecast.stages}:
+            return f"Limited by the link from {forecast.limit}."
+        if busiest.busy >= ALL_THE_TIME:
+            names = [str(stage.device) for stage in forecast.stages if stage.busy >= ALL_THE_TIME]
+            does = "which computes" if len(names) == 1 else "which compute"
+            return f"Limited by {listed(names)}, {does} all the time."
+        computes = ms_figure(busiest.busy * forecast.token_s)
+        return f"Limited by {busiest.device}: it computes {computes} of the {ms(forecast.token_s)} of a token."
+
+    def _full(self, full: Sequence[Full]) -> str:
+        """Memory that sets cuts."""
+        if len(full) > 1:
+            names = [self._name(one.device) for one in full]
+            return f"{listed(names)} are full; with more memory they would take more layers, and the plan be faster."
+        (one,) = full
+        stage = self._stage(one.device)
+        layers = next(
+            end - first for part in self.shared for device, first, end in part.chain if device == one.neighbour
+        )
+        taken = stage.weights_bytes + stage.kv_bytes + stage.compute_bytes
+        saving = abs(self.beside.figure - one.figure)
+        gain = f"save {ms(saving)} per token" if self.one else f"give {per_s(saving)} tokens/s"
+        return (
+            f"{self._name(one.neighbour)} holds {layers} {'layer' if layers == 1 else 'layers'} only because "
+            f"{self._name(one.device)} is full ({taken / 1e9:.1f} of {gb(stage.memory_bytes)}): "
+            f"room for one more there would {gain}."
+        )
+
+    # ---- links
+
+    def links(self) -> Iterator[str]:
+        """Links that cost much, that the plan stays away from, and those on which nobody answered."""
+        yield from [*self._slow_links(), *self._avoided()][:3]
+        yield from self._silent()
+
+    def _slow_links(self) -> Iterator[str]:
+        problem = self.problem
+        for part in self.shared:
+            send = problem.of_sizes(problem.sizes(part.users, len(part.chain))).send
+            round_s = problem.round_s(part.chain, part.users)
+            for (a, *_), (b, *_) in pairwise(part.chain):
+                if send[a, b] > SLOW_LINK_SHARE * round_s:
+                    yield (
+                        f"The link from {self._name(a)} to {self._name(b)} takes {ms_figure(send[a, b])} of the "
+                        f"{ms(round_s)} of a token{self._rate_of(a, b)}."
+                    )
+
+    def _avoided(self) -> Iterator[str]:
+        """The slowest link of a device in the plan that no chain goes over, if it is much slower than others."""
+        problem, used = self.problem, self.beside.used
+        gone = {(a[0], b[0]) for part in self.shared for a, b in pairwise(part.chain)}
+        part = self.shared[0]
+        send = problem.of_sizes(problem.sizes(part.users, max(2, len(part.chain)))).send
+        finite = np.isfinite(send)
+        typical = float(np.median(send[finite])) if finite.any() else 0.0
+        slow = [
+            (float(send[a, b]), a, b)
+            for a in range(problem.count)
+            for b in range(problem.count)
+            if finite[a, b] and (a, b) not in gone and used & {a, b} and send[a, b] > max(3 * typical, 0.001)
+        ]
+        if slow and len(part.chain) > 1:
+            cost, a, b = max(slow, key=lambda found: (found[0], -found[1], -found[2]))
+            yield (
+                f"The link from {self._name(a)} to {self._name(b)} is avoided: a micro-batch would take {ms(cost)} "
+                f"on it{self._rate_of(a, b)}."
+            )
+
+    def _silent(self) -> Iterator[str]:
+        """Links on which nobody answered."""
+        problem = self.problem
+        send, count = problem.of_sizes((1,)).send, problem.count
+        dead = [(a, b) for a in range(count) for b in range(count) if a != b and np.isinf(send[a, b])]
+        facts = []
+        if dead:
+            a, b = dead[0]
+            if len(dead) == 1 or (len(dead) == 2 and dead[1] == (b, a)):
+                way = "gets" if len(dead) == 1 else "gets through"
+                ends = "from {} to {}" if len(dead) == 1 else "between {} and {}"
+                facts.append(f"nothing {way} {ends.format(self._name(a), self._name(b))}")
+            else:
+                facts.append(
+                    f"nothing gets through on {len(dead)} links between devices, such as from {self._name(a)} to "
+                    f"{self._name(b)}"
+                )
+        for legs, words in ((problem.first, "from the broker to {}"), (problem.last, "from {} to the broker")):
+            cut = [self._name(device) for device in range(count) if np.isinf(legs[device])]
+            if cut:
+                facts.append(f"nothing gets {words.format(listed(cut))}")
+        if not facts:
+            return
+        text = listed(facts)
+        better = self.beside.if_reached
+        rest = "no chain goes that way"
+        if better is not None and self.beside.gain(better.figure) > 1e-3:
+            rest = f"this plan goes without; otherwise {self._figure(better.figure)} would be possible"
+        yield f"{text[0].upper()}{text[1:]}: {rest}."
+
+    # ---- devices left out
+
+    def left_out(self) -> Iterator[str]:
+        """Each device that is not used, those of one reason together."""
+        grouped: dict[str, list[int]] = {}
+        for device in range(self.problem.count):
+            if device not in self.beside.used and device not in self._spoken_of:
+                grouped.setdefault(self._why_not(device), []).append(device)
+        for why, devices in list(grouped.items())[:MOST_GROUPS]:
+            with_it = "with it" if len(devices) == 1 else "with any of them"
+            yield f"{self._names(devices)} left out{why.format(with_it=with_it)}."
+        rest = sorted(device for devices in list(grouped.values())[MOST_GROUPS:] for device in devices)
+        if rest:
+            them = "it" if len(rest) == 1 else "any of them"
+            yield f"{self._names(rest)} left out: no better plan with {them} was found."
+
+    def _why_not(self, device: int) -> str:
+        problem, beside = self.problem, self.beside
+        if not problem.costs[device].room.any():
+            return f": {gb(offered(problem.candidates[device]))} are no room for a single layer"
+        found = beside.with_device(device)
+        if found is None:
+            sure = "possible" if self.one and beside.exact else "found"
+            return f": no plan {{with_it}} is {sure}"
+        more = any(self._alike(device, other) for other in beside.used)
+        layer = self._seconds_per_layer(device)
+        speed = "" if more or layer is None else f" ({ms(layer)} per layer)"
+        with_it, without = self._short(found.figure), self._short(beside.figure)
+        unit = "per token" if self.one else "tokens/s"
+        hop = "one more of the same only adds a hop: " if more and self.one else ""
+        if with_it == without:
+            return f"{speed}: {hop}{{with_it}} it would be {with_it} {unit} as well"
+        return f"{speed}: {hop}{{with_it}} {with_it} {unit}, without {without}"
+
+    def _alike(self, one: int, other: int) -> bool:
+        """Whether two devices have the same figures."""
+        a, b = self.problem.candidates[one], self.problem.candidates[other]
+        return _figures(a) == _figures(b)
+
+    def _seconds_per_layer(self, device: int) -> float | None:
+        table = self.problem.costs[device].decode(1)
+        layers = np.arange(len(table))
+        spans = layers[None, :] - layers[:, None]
+        finite = np.isfinite(table) & (spans > 0)
+        return float((table[finite] / spans[finite]).min()) if finite.any() else None
 
     # ---- words
 
-    def _say(self, figure: float) -> str:
-        return f"{_ms(figure)} per token" if self.one else f"{_rate(figure)} tokens/s"
+    def _short(self, figure: float) -> str:
+        return ms_figure(figure) if self.one else per_s(figure)
 
-    def _would(self, figure: float) -> str:
-        return f"would take {_ms(figure)} per token" if self.one else f"would make {_rate(figure)} tokens/s"
+    def _figure(self, figure: float) -> str:
+        return f"{ms(figure)} per token" if self.one else f"{per_s(figure)} tokens/s"
+
+    def _would(self, option: Option) -> str:
+        """What another plan would do, and at the same rate what its users would wait."""
+        if self.one:
+            return f"would take {ms(option.figure)} per token"
+        text = f"would make {per_s(option.figure)} tokens/s"
+        theirs, mine = self.beside.ttft_s(option.shared), self.beside.ttft_s(self.shared)
+        if abs(self.beside.gain(option.figure)) > CLOSE or abs(theirs - mine) < 0.1 * mine:
+            return text
+        return f"{text}, with the first token after {seconds(theirs)} instead of {seconds(mine)}"
+
+    def _chains(self, shared: Sequence[Shared]) -> str:
+        """`2 replicas (a for 4 users, b for 4)`."""
+        alone = all(len(part.chain) == 1 for part in shared)
+        kind = "replicas, each device with the whole model" if alone else "chains"
+        if len(shared) > 4:
+            least, *_, most = sorted(len(part.chain) for part in shared)
+            size = f" of {least} devices" if least == most else f" of {least} to {most} devices"
+            return f"{len(shared)} {kind}{'' if alone else size}, for {sum(part.users for part in shared)} users"
+        first, *others = (f"{self._route(part.chain)} for {part.users}" for part in shared)
+        plural = "user" if shared[0].users == 1 else "users"
+        return f"{len(shared)} {kind} ({'; '.join([f'{first} {plural}', *others])})"
+
+    def _route(self, chain: Chain) -> str:
+        return route([self._name(device) for device, _, _ in chain])
 
     def _name(self, device: int) -> str:
         return str(self.problem.candidates[device].device)
 
-    def _chain_names(self, chain: Chain) -> str:
-        return " > ".join(self._name(device) for device, _, _ in chain)
+    def _names(self, devices: Iterable[int]) -> str:
+        return listed([self._name(device) for device in devices])
+
+    def _stage(self, device: int) -> StageForecast:
+        forecasts = [self.problem.forecast(part.chain, part.users) for part in self.shared]
+        name = self.problem.candidates[device].stage
+        return next(stage for found in forecasts for stage in found.stages if stage.stage == name)
 
     def _rate_of(self, a: int, b: int) -> str:
         candidates = self.problem.candidates
         rate = self.problem.network.link(candidates[a].stage, candidates[b].stage).bytes_per_s
-        return f" at {8 * rate / 1e6:.0f} Mbit/s" if rate > 0 else ""
+        return f" ({8 * rate / 1e6:.3g} Mbit/s)" if rate > 0 else ""
 
 
-def too_little(problem: Problem) -> PlanError:
-    """Why there is no plan."""
-    need = _need_bytes(problem)
-    offered = sum(candidate.memory_bytes + candidate.vram_bytes for candidate in problem.candidates)
-    names = _listed([str(candidate.device) for candidate in problem.candidates])
-    unlimited = any(candidate.memory_bytes == 0 for candidate in problem.candidates)
-    if unlimited or need <= offered:
-        return PlanError(
-            f"{problem.model.name} can't be split over {names}: where it may be cut, the runs of layers do not fit.",
-            hint="Give the devices more memory, use a shorter context or fewer slots, or add a device.",
-            phase=Phase.PLAN,
-            needed_bytes=need,
-            offered_bytes=offered,
-        )
-    return PlanError(
-        f"{problem.model.name} does not fit: it needs {_gb(need)} with {problem.demand.slots} slots of "
-        f"{problem.demand.context_tokens} tokens, {names} offer {_gb(offered)}.",
-        hint="Use a shorter context or fewer slots, a smaller quantization, or add a device.",
-        phase=Phase.PLAN,
-        needed_bytes=need,
-        offered_bytes=offered,
+def _figures(candidate: Candidate) -> tuple[object, ...]:
+    return (
+        candidate.memory_bytes,
+        candidate.vram_bytes,
+        candidate.cpu_fallback,
+        candidate.profile,
+        candidate.slowdown,
     )
 
 
-def _need_bytes(problem: Problem) -> int:
-    """What the whole model takes on one device: the least of all devices' figures."""
-    layers = problem.model.layers
-    return min(
-        sum(problem.model.layer_bytes)
-        + problem.model.head_bytes
-        + cost.kv_bytes * layers
-        + cost.compute_bytes(layers)
-        for cost in problem.costs
-    )
-
-
-def _seconds_per_layer(problem: Problem, device: int) -> float | None:
-    table = problem.costs[device].decode(1)
-    layers = np.arange(len(table))
-    spans = layers[None, :] - layers[:, None]
-    finite = np.isfinite(table) & (spans > 0)
-    return float((table[finite] / spans[finite]).min()) if finite.any() else None
-
-
-def _pairs(problem: Problem, users: int) -> list[Chain]:
-    """The best chain of each ordered pair of devices, for comparisons; of the first few where there are many."""
-    count = min(problem.count, MOST_DEVICES)
-    chains = []
-    for a in range(count):
-        for b in range(count):
-            if a != b:
-                chain = _fixed_order(problem, [a, b], users)
-                if chain is not None:
-                    chains.append(chain)
-    return chains
-
-
-def _fixed_order(problem: Problem, order: Sequence[int], users: int) -> Chain | None:
-    """The best chain of exactly these devices in this order."""
-    tables = problem.of_sizes(problem.sizes(users, len(order)))
-    by_trip = users == 1
-    steps = tables.largest if by_trip else tables.busy
-    links = tables.send if by_trip else tables.link_busy
-    join = np.add if by_trip else np.maximum
-    values = [steps[order[0]][0]]
-    befores: list[Floats | None] = [None]
-    for a, b in pairwise(order):
-        before = join(values[-1], links[a, b])
-        befores.append(before)
-        values.append(join(before[:, None], steps[b]).min(axis=0))
-    if not np.isfinite(values[-1][-1]):
-        return None
-    spans: list[tuple[int, int, int]] = []
-    end = len(problem.positions) - 1
-    for device, before in zip(reversed(order), reversed(befores), strict=True):
-        start = 0 if before is None else int(np.argmin(join(before, steps[device][:, end])))
-        spans.append((device, start, end))
-        end = start
-    return problem.chain(spans[::-1])
-
-
-def _ms(seconds: float) -> str:
-    ms = 1000 * seconds
-    return f"{ms:.0f} ms" if ms >= 20 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2g} ms"
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-__all__ = ["explain", "too_little"]
+__all__ = ["explain"]

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from potluck.planner.cost import Place, StageCost, chain_forecast, plan_forecast
 from potluck.planner.even import plan_even
 from potluck.planner.exact import MOST_DEVICES, Best, Shared, best_chain, best_chains
-from potluck.planner.explain import explain, too_little
+from potluck.planner.explain import explain
 from potluck.planner.plan import Candidate, ChainPlan, Demand, ModelShape, Network, Plan
 from potluck.planner.problem import Problem
+from potluck.planner.refusal import refusal
 from potluck.planner.search import search_chain, search_chains
 from potluck.wire.errors import Phase, PlanError
 from potluck.wire.forecast import Forecast
@@ -40,7 +41,7 @@ class MeasuredPlanner:
         best = solve(problem)
         shared = best.shared
         if not shared:
-            raise too_little(problem)
+            raise refusal(problem)
         plan = as_plan(problem, shared)
         unmeasured = sorted(c.device for c in candidates if c.profile is None)
         reasons = explain(problem, shared)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -125,6 +126,7 @@ class Pipeline:
         broker_endpoint: str,
         data_endpoint: str,
         send_timeout_s: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`data_endpoint` is where others reach `pull`."""
         self._transport = transport
@@ -136,7 +138,7 @@ class Pipeline:
         self._send_timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
         self._replies = Replies(transport, broker_endpoint)
-        self.prober = Prober(transport, broker_endpoint, data_endpoint)
+        self.prober = Prober(transport, broker_endpoint, data_endpoint, clock)
         self._way: _Way | None = None
         self._on_lane = 0
         self._generation = 0
@@ -183,9 +185,16 @@ class Pipeline:
                     BatchArrived(cause=cause, epoch=envelope.epoch, message=message, arrays=envelope.arrays)
                 )
             elif isinstance(message, Ping):
-                self._replies.answer(message)
+                self._answer(message)
             elif isinstance(message, Pong):
                 self.prober.heard(message)
+
+    def _answer(self, ping: Ping) -> None:
+        """By way of the lane, as a micro-batch would go, unless that is busy: the hand-over is part of a hop."""
+        if self._on_lane == 0:
+            self._lane.submit(LaneJob(lambda: None, lambda _, __: self._replies.answer(ping)))
+        else:
+            self._replies.answer(ping)
 
     # ---- compute
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 
 from potluck.runtime.address import seen_from
 from potluck.runtime.transport import Push, Transport
@@ -34,10 +35,14 @@ ANSWER_S = 3.0
 class Prober:
     """The probes of one stage, and the pongs they wait for."""
 
-    def __init__(self, transport: Transport, broker_endpoint: str, reply_endpoint: str) -> None:
+    def __init__(
+        self, transport: Transport, broker_endpoint: str, reply_endpoint: str, clock: Callable[[], float]
+    ) -> None:
+        """`clock` counts seconds finely: the time of uvloop goes on by whole milliseconds."""
         self._transport = transport
         self._broker_endpoint = broker_endpoint
         self._reply_endpoint = reply_endpoint
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._waits: dict[tuple[int, int], asyncio.Future[float]] = {}
 
@@ -45,7 +50,7 @@ class Prober:
         """An answer has come."""
         wait = self._waits.get((pong.number, pong.index))
         if wait is not None and not wait.done():
-            wait.set_result(self._loop.time())
+            wait.set_result(self._clock())
 
     async def run(self, probe: Probe) -> LinkTiming | None:
         """The link's figures; None if nobody answers at the other end."""
@@ -70,16 +75,16 @@ class Prober:
 
         small = bytes(SMALL_BYTES)
         await ping(small, FIRST_S)
-        begun_s = self._loop.time()
+        begun_s = self._clock()
         for _ in range(WARM_UPS):
             await ping(small, ANSWER_S)
         small_s = [await ping(small, ANSWER_S)]
-        while len(small_s) < SMALL_FRAMES and self._loop.time() < begun_s + BUDGET_S / 3:
+        while len(small_s) < SMALL_FRAMES and self._clock() < begun_s + BUDGET_S / 3:
             small_s.append(await ping(small, ANSWER_S))
         large: list[LargePing] = []
         noise = secrets.token_bytes(probe.frame_bytes)  # nothing on the way can make it shorter
         at_size = 0
-        while at_size < LARGE_FRAMES and (not large or self._loop.time() < begun_s + BUDGET_S):
+        while at_size < LARGE_FRAMES and (not large or self._clock() < begun_s + BUDGET_S):
             size = next_bytes(large[-1] if large else None, probe.frame_bytes)
             at_size = at_size + 1 if large and size == large[-1].frame_bytes else 1
             large.append(LargePing(size, await ping(memoryview(noise)[:size], ANSWER_S)))
@@ -89,7 +94,7 @@ class Prober:
         """Seconds until the answer was there. Raises TimeoutError."""
         wait: asyncio.Future[float] = self._loop.create_future()
         self._waits[number, index] = wait
-        begun_s = self._loop.time()
+        begun_s = self._clock()
         frames = encode(Ping(number, index, self._reply_endpoint), Epoch(0), [array])
         try:
             async with asyncio.timeout(patience_s):

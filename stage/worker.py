@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from typing import Any, TypeAlias
@@ -104,6 +105,7 @@ class StageWorker:
         engine: Callable[[], Engine] | None = None,
         stage_id: str | None = None,
         measure: Measurer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`engine` makes the engine in place of the one that the settings name, `measure` takes the place of the
         benchmark.
@@ -114,6 +116,7 @@ class StageWorker:
         self._transport = transport
         self._broker_endpoint = broker_endpoint
         self._make_lane = lane
+        self._clock = clock
         models = Models(settings.models, settings.cache_dir)
         make = engine or (lambda: make_engine(settings.engine))
         self._holder = Holder(make, models, settings.threads, mlock=settings.mlock)
@@ -174,6 +177,7 @@ class StageWorker:
             broker_endpoint=self._broker_endpoint,
             data_endpoint=self._machine.me.data_endpoint,
             send_timeout_s=settings.send_timeout_s,
+            clock=self._clock,
         )
         try:
             self._guard(self._pipeline.start())

@@ -217,6 +217,7 @@ class House:
             lane=InlineLane,
             engine=lambda: self._engine(name, cost),
             stage_id=f"{name}/{next(self._starts)}",
+            clock=self.loop.time,
         )
         worker.house, worker.load_s = self, cost.load_s
         self.workers[name] = worker
