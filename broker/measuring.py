@@ -226,7 +226,7 @@ def network(core: Core) -> Network:
     """The links as a planner sees them. A link that was never probed costs nothing, one without an answer is cut."""
     links, from_broker, to_broker = {}, {}, {}
     for (sender, receiver), timing in core.state.links.items():
-        link = UNREACHABLE if timing is None else Link(timing.rtt_s / 2, timing.bytes_per_s)
+        link = UNREACHABLE if timing is None else Link(timing.rtt_s / 2 + core.hop_s, timing.bytes_per_s)
         if receiver == BROKER:
             to_broker[sender] = from_broker[sender] = link
         else:

@@ -90,7 +90,9 @@ def fill(
             return
         batch = BatchId(state.next_batch)
         state.next_batch += 1
-        chain.in_flight[batch] = InFlight(batch, now, tuple(draft.entries), draft.prefill, len(draft.tokens))
+        chain.in_flight[batch] = InFlight(
+            batch, now, tuple(draft.entries), draft.prefill, len(draft.tokens), alone=not chain.in_flight
+        )
         message = MicroBatch(batch, tuple(draft.spans), tuple(draft.trims), tuple(draft.samplings))
         yield message, tuple(draft.tokens)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import plans, recovery, requests, scheduler
+from potluck.broker import hop_costs, plans, recovery, requests, scheduler
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -99,6 +99,8 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
     del chain.in_flight[event.batch]
     chain.returned += 1
     count(core, chain, flight, event.hops)
+    if chain.places and not chain.in_flight:
+        hop_costs.note(core, chain, flight, event.hops)
     at = 0
     for entry in flight.entries:
         if entry.wants == 0:

@@ -139,6 +139,8 @@ class InFlight:
     entries: tuple[Entry, ...]
     prefill: bool
     tokens: int
+    alone: bool = False
+    """Whether nothing else was in the chain when it was sent."""
 
 
 @dataclass(slots=True)

@@ -15,9 +15,10 @@ import numpy as np
 
 from potluck.planner.cost import Place, chain_forecast
 from potluck.planner.exact import MOST_DEVICES, Shared, Trips
+from potluck.planner.groups import search_chains, search_count
 from potluck.planner.plan import FREE, Link, Network
 from potluck.planner.problem import Chain, Problem
-from potluck.planner.search import fixed_order, search_chain, search_chains, search_count, search_one
+from potluck.planner.search import fixed_order, search_chain, search_one
 
 WORTH_SAYING = 0.003
 """A share of the figure below which one layer more or less is no reason for anything."""
@@ -208,9 +209,7 @@ class Comparisons:
         else:
             larger = replace(candidate, memory_bytes=0)
         cost = replace(problem.costs[device], candidate=larger, _tables={})
-        places = [
-            Place(cost if used == device else problem.costs[used], a, b) for used, a, b in moved
-        ]
+        places = [Place(cost if used == device else problem.costs[used], a, b) for used, a, b in moved]
         found = chain_forecast(places, problem.network, problem.demand, part.users)
         if not 0 < found.token_s < 1e8:
             return None
@@ -283,9 +282,15 @@ def reachable(problem: Problem) -> Problem | None:
     network, stages = problem.network, [candidate.stage for candidate in problem.candidates]
     ways = [(a, b) for a in stages for b in stages if a != b]
     links = {way: network.link(*way) for way in ways}
-    legs = [{stage: way.get(stage, FREE) for stage in stages} for way in (network.from_broker, network.to_broker)]
+    legs = [
+        {stage: way.get(stage, FREE) for stage in stages} for way in (network.from_broker, network.to_broker)
+    ]
     usable = sorted(
-        (link for link in [*links.values(), *legs[0].values(), *legs[1].values()] if np.isfinite(link.one_way_s)),
+        (
+            link
+            for link in [*links.values(), *legs[0].values(), *legs[1].values()]
+            if np.isfinite(link.one_way_s)
+        ),
         key=lambda link: link.send_s(1_000_000),
     )
     if len(usable) == len(links) + 2 * len(stages):

@@ -176,7 +176,9 @@ class _Talk:
             does = "which computes" if len(names) == 1 else "which compute"
             return f"Limited by {listed(names)}, {does} all the time."
         computes = ms_figure(busiest.busy * forecast.token_s)
-        return f"Limited by {busiest.device}: it computes {computes} of the {ms(forecast.token_s)} of a token."
+        return (
+            f"Limited by {busiest.device}: it computes {computes} of the {ms(forecast.token_s)} of a token."
+        )
 
     def _full(self, full: Sequence[Full]) -> str:
         """Memory that sets cuts."""
@@ -186,7 +188,10 @@ class _Talk:
         (one,) = full
         stage = self._stage(one.device)
         layers = next(
-            end - first for part in self.shared for device, first, end in part.chain if device == one.neighbour
+            end - first
+            for part in self.shared
+            for device, first, end in part.chain
+            if device == one.neighbour
         )
         taken = stage.weights_bytes + stage.kv_bytes + stage.compute_bytes
         saving = abs(self.beside.figure - one.figure)
@@ -254,7 +259,10 @@ class _Talk:
                     f"nothing gets through on {len(dead)} links between devices, such as from {self._name(a)} to "
                     f"{self._name(b)}"
                 )
-        for legs, words in ((problem.first, "from the broker to {}"), (problem.last, "from {} to the broker")):
+        for legs, words in (
+            (problem.first, "from the broker to {}"),
+            (problem.last, "from {} to the broker"),
+        ):
             cut = [self._name(device) for device in range(count) if np.isinf(legs[device])]
             if cut:
                 facts.append(f"nothing gets {words.format(listed(cut))}")
@@ -338,7 +346,9 @@ class _Talk:
         if len(shared) > 4:
             least, *_, most = sorted(len(part.chain) for part in shared)
             size = f" of {least} devices" if least == most else f" of {least} to {most} devices"
-            return f"{len(shared)} {kind}{'' if alone else size}, for {sum(part.users for part in shared)} users"
+            return (
+                f"{len(shared)} {kind}{'' if alone else size}, for {sum(part.users for part in shared)} users"
+            )
         first, *others = (f"{self._route(part.chain)} for {part.users}" for part in shared)
         plural = "user" if shared[0].users == 1 else "users"
         return f"{len(shared)} {kind} ({'; '.join([f'{first} {plural}', *others])})"

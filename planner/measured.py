@@ -13,10 +13,11 @@ from potluck.planner.cost import Place, StageCost, chain_forecast, plan_forecast
 from potluck.planner.even import plan_even
 from potluck.planner.exact import MOST_DEVICES, Best, Shared, best_chain, best_chains
 from potluck.planner.explain import explain
+from potluck.planner.groups import search_chains
 from potluck.planner.plan import Candidate, ChainPlan, Demand, ModelShape, Network, Plan
 from potluck.planner.problem import Problem
 from potluck.planner.refusal import refusal
-from potluck.planner.search import search_chain, search_chains
+from potluck.planner.search import search_chain
 from potluck.wire.errors import Phase, PlanError
 from potluck.wire.forecast import Forecast
 

@@ -64,6 +64,25 @@ class Problem:
         """float64[devices]: infinite for one that does not reach the broker, otherwise 0."""
         return np.where(np.isfinite(self.last), 0.0, np.inf)
 
+    @cached_property
+    def links(self) -> tuple[Floats, Floats]:
+        """float64[devices, devices] each: seconds one way, infinite from a device to itself; seconds per byte."""
+        one_way = np.full((self.count, self.count), np.inf)
+        per_byte = np.zeros((self.count, self.count))
+        for a, sender in enumerate(self.candidates):
+            for b, receiver in enumerate(self.candidates):
+                if a != b:
+                    link = self.network.link(sender.stage, receiver.stage)
+                    one_way[a, b], per_byte[a, b] = link.one_way_s, link.busy_s(1)
+        return one_way, per_byte
+
+    def decode(self, rows: int) -> list[Floats]:
+        """Per device float64[positions, positions]: seconds of a micro-batch of so many rows."""
+        if len(self.positions) == self.model.layers + 1:
+            return [cost.decode(rows) for cost in self.costs]
+        index = np.ix_(self.positions, self.positions)
+        return [cost.decode(rows)[index] for cost in self.costs]
+
     def _of_sizes(self, sizes: tuple[int, ...]) -> Tables:
         return Tables(self, sizes)
 
@@ -103,22 +122,18 @@ class Tables:
     """What micro-batches of these sizes cost: per device over positions, per link."""
 
     def __init__(self, problem: Problem, sizes: tuple[int, ...]) -> None:
-        index = np.ix_(problem.positions, problem.positions)
-        self.largest: list[Floats] = [cost.decode(sizes[0])[index] for cost in problem.costs]
+        self.largest: list[Floats] = problem.decode(sizes[0])
         """Seconds of the largest micro-batch."""
-        self.busy: list[Floats] = [
-            sum((cost.decode(rows)[index] for rows in sizes), np.zeros_like(self.largest[0]))
-            for cost in problem.costs
-        ]
+        self.busy: list[Floats] = self.largest
         """Seconds of all of them."""
-        count = problem.count
-        self.send = np.full((count, count), np.inf)
-        self.link_busy = np.full((count, count), np.inf)
-        bytes_of = {rows: send_bytes(problem.model, problem.demand, rows) for rows in sizes}
-        for a, sender in enumerate(problem.candidates):
-            for b, receiver in enumerate(problem.candidates):
-                if a != b:
-                    link = problem.network.link(sender.stage, receiver.stage)
-                    self.send[a, b] = link.send_s(bytes_of[sizes[0]])
-                    if np.isfinite(self.send[a, b]):
-                        self.link_busy[a, b] = sum(link.busy_s(bytes_of[rows]) for rows in sizes)
+        if len(sizes) > 1:
+            equal = sizes.count(sizes[0])
+            self.busy = [equal * table for table in self.largest]
+            if equal < len(sizes):
+                rest = problem.decode(sizes[-1])
+                self.busy = [table + rest[at] for at, table in enumerate(self.busy)]
+        one_way, per_byte = problem.links
+        self.send: Floats = one_way + per_byte * send_bytes(problem.model, problem.demand, sizes[0])
+        self.link_busy: Floats = np.where(
+            np.isfinite(one_way), per_byte * send_bytes(problem.model, problem.demand, sum(sizes)), np.inf
+        )

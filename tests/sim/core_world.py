@@ -35,7 +35,7 @@ from potluck.broker.machine import BrokerMachine
 from potluck.planner.even import plan_even
 from potluck.planner.plan import ModelShape, Planner
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, Measure, MicroBatch, ModelRef, Probe, Refused, Release, Welcome
+from potluck.wire.messages import Assign, Hop, Measure, MicroBatch, ModelRef, Probe, Refused, Release, Welcome
 
 LAYERS = 12
 VOCAB = 300
@@ -161,7 +161,7 @@ class CoreWorld:
                 return True
         return False
 
-    def move_one(self, chain: ChainId = ChainId(0)) -> bool:
+    def move_one(self, chain: ChainId = ChainId(0), hops: tuple[Hop, ...] = ()) -> bool:
         """The oldest micro-batch of a chain comes out of it."""
         world = self.chains.get(chain)
         if world is None or not world.coming:
@@ -169,7 +169,13 @@ class CoreWorld:
         sent = world.coming.popleft()
         results = world.compute(sent)
         self.feed(
-            BatchReturned(cause="result", epoch=sent.epoch, batch=BatchId(sent.message.batch), tokens=results)
+            BatchReturned(
+                cause="result",
+                epoch=sent.epoch,
+                batch=BatchId(sent.message.batch),
+                tokens=results,
+                hops=hops,
+            )
         )
         return True
 

@@ -11,6 +11,7 @@ from sim.cluster import CONFIG, Cost, House, in_house, undisturbed
 DRIFT = replace(
     CONFIG,
     measure=True,
+    hop_s=0.0,
     users=1,
     drift_window_s=2.0,
     drift_hold_s=20.0,

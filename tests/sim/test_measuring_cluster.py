@@ -9,7 +9,7 @@ from potluck.wire.messages import Assign, Measure, Measured, Ping, PlanQuery, Po
 from sim.cluster import CONFIG, Cost, House, in_house
 from sim.weather import Forecast, Rule
 
-MEASURED = replace(CONFIG, measure=True, measure_timeout_s=5.0, probe_timeout_s=8.0)
+MEASURED = replace(CONFIG, measure=True, hop_s=0.0, measure_timeout_s=5.0, probe_timeout_s=8.0)
 COST = Cost(batch_s=0.001, token_layer_s=0.0005)
 
 

@@ -27,7 +27,7 @@ from potluck.planner.plan import Candidate, ChainPlan, ModelShape, Network, Plan
 from potluck.wire.errors import EngineError
 from potluck.wire.ids import RequestId, StageId
 from potluck.wire.measures import LinkTiming, Profile, Speed, Timing
-from potluck.wire.messages import PlanQuery, StageCounters
+from potluck.wire.messages import Hop, PlanQuery, StageCounters
 from potluck.wire.sampling import GREEDY
 from sim.core_world import MODEL, CoreWorld
 
@@ -38,6 +38,7 @@ CONFIG = BrokerConfig(
     settle_s=0.5,
     queue_limit=50,
     measure=True,
+    hop_s=0.0,
     drift_window_s=10.0,
 )
 
@@ -291,3 +292,21 @@ def test_the_plan_in_force_is_told_with_its_forecast_and_links():
         ("a", ""),
         ("b", ""),
     }
+
+
+def test_what_a_hand_over_costs_is_learned_from_micro_batches_that_travel_alone():
+    world = World(replace(CONFIG, context_tokens=200, hop_s=0.002))
+    world.ready("a")
+    assert world.core.core.hop_s == 0.002
+    name = RequestId("r")
+    world.feed(
+        RequestSubmitted(
+            cause="c", request=name, tokens=(1, 2), max_tokens=80, sampling=GREEDY, ignore_eos=True
+        )
+    )
+    while name not in world.ends:
+        world.now += 0.005  # 3 ms of computing, 1 ms for the broker's link there and back, and the rest
+        world.move_one(hops=(Hop(0, 0.003, 0.0, 0),))
+    assert abs(world.core.core.hop_s - 0.0005) < 1e-6
+    view = plan_view(world.core.core, PlanQuery(users=(1,)))
+    assert abs(view.at[0].token_s - (12 * 0.001 + 2 * (0.0005 + 0.0005))) < 1e-6
