@@ -16,14 +16,6 @@ from potluck.wire.story import Story
 
 
 @dataclass(slots=True)
-class Mean:
-    """A running mean in seconds."""
-
-    value_s: float = 0.0
-    count: int = 0
-
-
-@dataclass(slots=True)
 class Core:
     """One broker's core. `now` is the time of the event being handled; due times are on the same clock."""
 
@@ -37,9 +29,6 @@ class Core:
     state: BrokerState = field(default_factory=BrokerState)
     story: Story = field(default_factory=Story)
     now: float = 0.0
-    hop_s: float = 0.0
-    """What plans count for a hand-over, besides the link."""
-    hop_seen: Mean = field(default_factory=Mean)
     plan_due_s: float | None = None
     check_due_s: float | None = None
     """When somebody could next be lost."""

@@ -56,7 +56,6 @@ class BrokerMachine:
         """`first_epoch` is to be higher than any epoch of the brokers before: a stage may have slept since then."""
         state = BrokerState(first_epoch)
         self.core = Core(config, model, shape, vocabulary, planner, results_endpoint, version, state)
-        self.core.hop_s = config.hop_s
 
     @property
     def config(self) -> BrokerConfig:

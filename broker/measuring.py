@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from potluck.broker import hop_costs
 from potluck.broker.core import Core
 from potluck.broker.effects import Effect, Report, SendToStage
 from potluck.broker.events import LinkProbed, LinkSilent, StageMeasured, StageNotMeasured
@@ -225,8 +226,10 @@ def candidates(core: Core, stages: list[Stage]) -> list[Candidate]:
 def network(core: Core) -> Network:
     """The links as a planner sees them. A link that was never probed costs nothing, one without an answer is cut."""
     links, from_broker, to_broker = {}, {}, {}
+    hop_s = {stage.stage: hop_costs.hop_s(core, stage) for stage in core.state.stages.values()}
     for (sender, receiver), timing in core.state.links.items():
-        link = UNREACHABLE if timing is None else Link(timing.rtt_s / 2 + core.hop_s, timing.bytes_per_s)
+        between_s = (hop_s[sender] + hop_s.get(receiver, hop_s[sender])) / 2
+        link = UNREACHABLE if timing is None else Link(timing.rtt_s / 2 + between_s, timing.bytes_per_s)
         if receiver == BROKER:
             to_broker[sender] = from_broker[sender] = link
         else:

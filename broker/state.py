@@ -44,6 +44,14 @@ class Probing:
 
 
 @dataclass(slots=True)
+class Mean:
+    """A running mean in seconds."""
+
+    value_s: float = 0.0
+    count: int = 0
+
+
+@dataclass(slots=True)
 class Stage:
     """One registered stage worker. Times are seconds on the core's clock."""
 
@@ -77,6 +85,10 @@ class Stage:
     profile: Profile | None = None
     """How fast it is at this model; None until it was measured."""
     pace: Pace = field(default_factory=Pace)
+    hop_seen: Mean = field(default_factory=Mean)
+    """What a hand-over at it has cost besides the link."""
+    hop_s: float | None = None
+    """What plans count for that; None before it was seen."""
     load_s: float = 0.0
     """What its last load took."""
 

@@ -13,15 +13,16 @@ import numpy as np
 from potluck.planner.comparisons import Comparisons, Full, Option
 from potluck.planner.cost import offered
 from potluck.planner.exact import Shared
-from potluck.planner.plan import Candidate
 from potluck.planner.problem import Chain, Problem
 from potluck.planner.refusal import need_bytes
-from potluck.planner.words import gb, listed, ms, ms_figure, per_s, route, seconds
+from potluck.planner.tidy import alike
+from potluck.planner.words import NAMED, gb, listed, ms, ms_figure, per_s, route, seconds
 from potluck.wire.forecast import ChainForecast, StageForecast
 
 SLOW_LINK_SHARE = 0.25
 """A link is worth a sentence when a micro-batch spends this share of the time per token on it."""
 ALL_THE_TIME = 0.99
+MOST_NAMED = 4
 NEARLY_ALL = 0.95
 CLOSE = 0.02
 """Plans of another kind that are this close are compared by their first token, too."""
@@ -72,7 +73,9 @@ class _Talk:
         if len(self.shared) > 1:
             other = self.beside.one_chain
             if other is not None and len(other.shared[0].chain) > 1:
-                yield f"One chain, {self._route(other.shared[0].chain)}, {self._would(other)}."
+                chain = other.shared[0].chain
+                comma = " of" if len(chain) > NAMED else ","
+                yield f"One chain{comma} {self._route(chain)}, {self._would(other)}."
         elif not self.one:
             other = self.beside.several_chains
             if other is not None and self.beside.gain(other.figure) <= 0:
@@ -117,7 +120,9 @@ class _Talk:
             return ""
         most = int(np.argmax(offers))
         if need > offers[most]:
-            equals = sum(self._alike(most, other) for other in range(problem.count))
+            equals = sum(
+                alike(problem.candidates[most], problem.candidates[other]) for other in range(problem.count)
+            )
             largest = (
                 f"none offers more than {gb(offers[most])}"
                 if equals > 1
@@ -164,8 +169,13 @@ class _Talk:
             everyone = "Both devices compute" if len(stages) == 2 else f"All {len(stages)} devices compute"
             yield f"{everyone} nearly all the time."
             return
-        slowest = max(forecasts, key=lambda forecast: forecast.token_s)
-        yield self._slowest(slowest)
+        tireless = [str(stage.device) for stage in stages if stage.busy >= ALL_THE_TIME]
+        if len(tireless) > MOST_NAMED:
+            yield f"Limited by {len(tireless)} of the {len(stages)} devices, which compute all the time."
+        elif tireless and len(self.shared) > 1:
+            yield f"Limited by {listed(tireless)}, which {'computes' if len(tireless) == 1 else 'compute'} all the time."
+        else:
+            yield self._slowest(max(forecasts, key=lambda forecast: forecast.token_s))
 
     def _slowest(self, forecast: ChainForecast) -> str:
         busiest = max(forecast.stages, key=lambda stage: stage.busy)
@@ -299,20 +309,14 @@ class _Talk:
         if found is None:
             sure = "possible" if self.one and beside.exact else "found"
             return f": no plan {{with_it}} is {sure}"
-        more = any(self._alike(device, other) for other in beside.used)
+        more = any(alike(problem.candidates[device], problem.candidates[other]) for other in beside.used)
         layer = self._seconds_per_layer(device)
         speed = "" if more or layer is None else f" ({ms(layer)} per layer)"
         with_it, without = self._short(found.figure), self._short(beside.figure)
-        unit = "per token" if self.one else "tokens/s"
         hop = "one more of the same only adds a hop: " if more and self.one else ""
         if with_it == without:
-            return f"{speed}: {hop}{{with_it}} it would be {with_it} {unit} as well"
-        return f"{speed}: {hop}{{with_it}} {with_it} {unit}, without {without}"
-
-    def _alike(self, one: int, other: int) -> bool:
-        """Whether two devices have the same figures."""
-        a, b = self.problem.candidates[one], self.problem.candidates[other]
-        return _figures(a) == _figures(b)
+            return f"{speed}: {hop}{{with_it}} it would be {self._figure(found.figure)} as well"
+        return f"{speed}: {hop}{{with_it}} {self._figure(found.figure)}, without {without}"
 
     def _seconds_per_layer(self, device: int) -> float | None:
         table = self.problem.costs[device].decode(1)
@@ -371,16 +375,6 @@ class _Talk:
         candidates = self.problem.candidates
         rate = self.problem.network.link(candidates[a].stage, candidates[b].stage).bytes_per_s
         return f" ({8 * rate / 1e6:.3g} Mbit/s)" if rate > 0 else ""
-
-
-def _figures(candidate: Candidate) -> tuple[object, ...]:
-    return (
-        candidate.memory_bytes,
-        candidate.vram_bytes,
-        candidate.cpu_fallback,
-        candidate.profile,
-        candidate.slowdown,
-    )
 
 
 __all__ = ["explain"]

@@ -15,9 +15,9 @@ from potluck.planner.exact import Shared
 from potluck.planner.problem import Problem
 from potluck.planner.search import FEWER, Found, Orders, search_one, shorter
 
-WORK_PER_DEVICE = 170
+WORK_PER_DEVICE = 100
 """Devices that chains are tried over while a plan is improved, for each device that there is."""
-MOST_WORK = 9000
+MOST_WORK = 6000
 STARTS = 2
 """Plans that are improved."""
 
@@ -174,7 +174,7 @@ class _Search:
                 for order in list(self._orders.starts(sorted(group)))[:3]:
                     found = shorter(found, self._orders.best(order, users, len(found.chain))) or found
                 if len(found.chain) > 1 and len(plan) <= 4:
-                    found = self._orders.improved(found, users, 30)
+                    found = self._orders.improved(found, users, 30, ())
             parts.append(Shared(found.chain, users))
         return parts
 
@@ -183,6 +183,7 @@ class _Search:
     def improved(self, plan: Plan, work: int) -> Plan:
         """After as many steps as the work allows."""
         dice, until = _Dice(), self._work + work
+        plan = self._settled(plan)
         rate = self.rate(plan)
         idle = 0
         pairs = (self._exchange, self._move, self._users)
@@ -200,8 +201,17 @@ class _Search:
             before = sum(self._rate_of(group, plan[group]) for group in gone)
             after = sum(self._rate_of(group, tried[group]) for group in came)
             if after > before + rate * FEWER:
-                plan, rate, idle = tried, rate + after - before, 0
+                plan, rate, idle = self._settled(tried), rate + after - before, 0
         return plan
+
+    def _settled(self, plan: Plan) -> Plan:
+        """The same chains; devices that they do without are not theirs any more."""
+        settled: Plan = {}
+        for group, users in plan.items():
+            used, found = frozenset(self._used(group, users)), self.chain(group, users)
+            self._found[used, users] = shorter(self._found.get((used, users)), found)
+            settled[used] = users
+        return settled
 
     def _rate_of(self, group: Group, users: int) -> float:
         found = self.chain(group, users)

@@ -1,7 +1,7 @@
 """The planner that knows the machines: the best plan that measurements allow. Pure.
 
 Up to ten devices it is exact, beyond that it searches; both count with the same model of cost, and `explain` puts what
-they found into words.
+they found into words. Among equally good plans, `tidy` chooses.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from potluck.planner.plan import Candidate, ChainPlan, Demand, ModelShape, Netwo
 from potluck.planner.problem import Problem
 from potluck.planner.refusal import refusal
 from potluck.planner.search import search_chain
+from potluck.planner.tidy import tidy
 from potluck.wire.errors import Phase, PlanError
 from potluck.wire.forecast import Forecast
 
@@ -40,7 +41,7 @@ class MeasuredPlanner:
             return replace(plan, reasons=("No device could be measured.", *plan.reasons))
         problem = Problem(model, known, network, self.demand)
         best = solve(problem)
-        shared = best.shared
+        shared = tidy(problem, best.shared)
         if not shared:
             raise refusal(problem)
         plan = as_plan(problem, shared)

@@ -22,7 +22,7 @@ ORDER_TRIES = 240
 """Orders that a single chain is tried with while it is improved."""
 NEIGHBOURS = 12
 """Fast devices that a chain does without, and that are tried in it."""
-NARROWINGS = 4
+NARROWINGS = 2
 """How often the limit on what may be busy is halved where the trip is what limits."""
 FEWER = 1e-9
 """A device more must win more than this share."""
@@ -48,7 +48,11 @@ def search_one(problem: Problem, users: int, tries: int | None = None) -> Chain 
     best: Found | None = None
     for order in orders.starts(range(problem.count)):
         best = shorter(best, orders.best(order, users))
-    return None if best is None else orders.improved(best, users, tries).chain
+    if best is None:
+        return None
+    used = {device for device, _, _ in best.chain}
+    spare = [device for device in orders.by_speed if device not in used][:NEIGHBOURS]
+    return orders.improved(best, users, tries, spare).chain
 
 
 class Orders:
@@ -111,10 +115,9 @@ class Orders:
                 seen.add(sizes)
                 yield sizes
 
-    def improved(self, best: Found, users: int, tries: int) -> Found:
-        """After a fixed number of other orders: a device of the chain, or a fast one, at another place."""
+    def improved(self, best: Found, users: int, tries: int, spare: Sequence[int]) -> Found:
+        """After a fixed number of other orders: a device of the chain, or a spare one, at another place."""
         used = [device for device, _, _ in best.chain]
-        spare = [device for device in self.by_speed if device not in used][:NEIGHBOURS]
         left = tries
         changed = True
         while changed and left > 0:
@@ -188,11 +191,13 @@ class _Ordered:
         value = np.full((len(order), positions), np.inf)
         before: Floats = np.full((len(order), positions), np.inf)
         before[:, 0] = first
+        room = np.empty((positions, positions))
         for at, device in enumerate(order):
             if at:
                 came = join(value[:at], links[:at, at][:, None]).min(axis=0)
                 np.minimum(before[at], came, out=before[at])
-            value[at] = join(before[at][:, None], steps[device]).min(axis=0)
+            join(before[at][:, None], steps[device], out=room)
+            room.min(axis=0, out=value[at])
         ends = value[:, -1] + last
         at = int(np.argmin(ends))
         if not np.isfinite(ends[at]):

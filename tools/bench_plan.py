@@ -145,15 +145,19 @@ async def run_plan(
     prompt_tokens: int,
     generate: int,
     rounds: int,
+    memory_gb: float | None = None,
 ) -> PlanReport:
-    """Measures an even and a planned cluster in turn, `rounds` times. Raises UsageError."""
+    """Measures an even and a planned cluster in turn, `rounds` times. Raises UsageError.
+
+    No stage takes more than `memory_gb`, so that a plan may need all of them.
+    """
     if len(shares) != len(cores) or not cores or min(shares) <= 0 or max(shares) > 1:
         raise UsageError("--share takes one percentage per core, above 0 and up to 100, for example 100,30.")
     runs: list[Run] = []
     reasons: tuple[str, ...] = ()
     for _ in range(rounds):
         for kind in ("even", "planned"):
-            run, said = await _one(kind, model, cores, shares, users, prompt_tokens, generate)
+            run, said = await _one(kind, model, cores, shares, users, prompt_tokens, generate, memory_gb)
             runs.append(run)
             reasons = said if kind == "planned" else reasons
     return PlanReport(model.name, tuple(shares), users, tuple(runs), reasons)
@@ -167,6 +171,7 @@ async def _one(
     users: int,
     prompt_tokens: int,
     generate: int,
+    memory_gb: float | None,
 ) -> tuple[Run, tuple[str, ...]]:
     facts = read_facts(model)
     options = [
@@ -176,7 +181,10 @@ async def _one(
     if kind == "even":
         options += _evenly(facts.layers, len(cores))
     chance = random.Random(7)
-    async with _cluster(model, cores, shares, options) as cluster, Client(cluster.address) as client:
+    async with (
+        _cluster(model, cores, shares, options, memory_gb) as cluster,
+        Client(cluster.address) as client,
+    ):
         async for _ in cluster.wait_ready(client, LOAD_S):
             pass
         await Round(client, random_prompts(chance, 2, prompt_tokens, facts.vocab), 4).run()
@@ -220,7 +228,11 @@ def _evenly(layers: int, stages: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _cluster(
-    model: Path, cores: Sequence[int], shares: Sequence[float], options: Sequence[str]
+    model: Path,
+    cores: Sequence[int],
+    shares: Sequence[float],
+    options: Sequence[str],
+    memory_gb: float | None,
 ) -> AsyncIterator[LocalCluster]:
     """Stages on their cores, each with its share from its first moment on."""
     with contextlib.ExitStack() as groups:
@@ -228,9 +240,10 @@ async def _cluster(
             None if share >= 1.0 else groups.enter_context(cpu_quota(stage_name(index), share))
             for index, share in enumerate(shares)
         ]
+        limit = () if memory_gb is None else ("--max-memory-gb", str(memory_gb))
         async with local_cluster(model, 0, "--stages", str(len(cores)), *options) as cluster:
             for index, (core, quota) in enumerate(zip(cores, quotas, strict=True)):
-                child = await cluster.start_stage(stage_name(index), cpu=core)
+                child = await cluster.start_stage(stage_name(index), *limit, cpu=core)
                 if quota is not None:
                     quota.add(child.process.pid)
             yield cluster

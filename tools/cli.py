@@ -319,6 +319,9 @@ def bench_device(
 @click.option("--users", default=4, type=click.IntRange(1, 256), help="Sequences at the same time.")
 @click.option("--prompt-tokens", default=16, type=click.IntRange(1))
 @click.option("--generate", default=64, type=click.IntRange(2), help="Tokens of each answer.")
+@click.option(
+    "--memory-gb", type=click.FloatRange(0, min_open=True), help="What each stage may take, at most."
+)
 @click.option("--rounds", default=3, type=click.IntRange(1), help="How often each split is tried, in turn.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def bench_plan(
@@ -328,6 +331,7 @@ def bench_plan(
     users: int,
     prompt_tokens: int,
     generate: int,
+    memory_gb: float | None,
     rounds: int,
     as_json: bool,
 ) -> None:
@@ -338,7 +342,7 @@ def bench_plan(
     report = run(
         run_plan(
             model or demo_model(), _numbers(cores, "--cores"), [n / 100 for n in _numbers(shares, "--share")], users,
-            prompt_tokens=prompt_tokens, generate=generate, rounds=rounds,
+            prompt_tokens=prompt_tokens, generate=generate, rounds=rounds, memory_gb=memory_gb,
         )
     )  # fmt: skip
     click.echo(report.to_json() if as_json else report.to_text())

@@ -81,7 +81,7 @@ class LocalCluster:
         self.http = f"http://127.0.0.1:{where['http_port']}" if where["http_port"] else ""
 
     async def wait_ready(self, client: Client, timeout_s: float = 120.0) -> AsyncIterator[StateView]:
-        """The cluster's state again and again until a whole chain serves. Raises the error that keeps it from that."""
+        """The cluster's state again and again until all chains serve. Raises the error that keeps them from that."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             for child in (self.broker, *self.stages):
@@ -91,7 +91,7 @@ class LocalCluster:
                     )
             view = await client.state(timeout_s=10.0)
             yield view
-            if view.ready:
+            if view.ready and not any(stage.state == "loading" for stage in view.stages):
                 return
             if asyncio.get_running_loop().time() > deadline:
                 raise PotluckError(f"No chain within {timeout_s:g} s: {view.detail}")

@@ -296,8 +296,8 @@ def test_the_plan_in_force_is_told_with_its_forecast_and_links():
 
 def test_what_a_hand_over_costs_is_learned_from_micro_batches_that_travel_alone():
     world = World(replace(CONFIG, context_tokens=200, hop_s=0.002))
-    world.ready("a")
-    assert world.core.core.hop_s == 0.002
+    (a,) = world.ready("a")
+    assert world.core.state.stages[a].hop_s is None
     name = RequestId("r")
     world.feed(
         RequestSubmitted(
@@ -307,6 +307,6 @@ def test_what_a_hand_over_costs_is_learned_from_micro_batches_that_travel_alone(
     while name not in world.ends:
         world.now += 0.005  # 3 ms of computing, 1 ms for the broker's link there and back, and the rest
         world.move_one(hops=(Hop(0, 0.003, 0.0, 0),))
-    assert abs(world.core.core.hop_s - 0.0005) < 1e-6
+    assert abs((world.core.state.stages[a].hop_s or 0.0) - 0.0005) < 1e-6
     view = plan_view(world.core.core, PlanQuery(users=(1,)))
     assert abs(view.at[0].token_s - (12 * 0.001 + 2 * (0.0005 + 0.0005))) < 1e-6

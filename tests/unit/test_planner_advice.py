@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from potluck.planner.advice import need, remedies, rescaled
-from potluck.planner.cost import offered
 from potluck.planner.anatomy import ModelEntry, anatomy_of_entry
+from potluck.planner.cost import offered
 from potluck.planner.described import parse_cluster
 from potluck.planner.plan import Demand, ModelShape
 
