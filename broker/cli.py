@@ -178,7 +178,7 @@ def main(
     )
     planner: Planner
     if layers:
-        planner = ManualPlanner(parse_layers(layers))
+        planner = ManualPlanner(parse_layers(layers), settings.demand)
     else:
         planner = MeasuredPlanner(settings.demand) if plan == "measured" else plan_even
     where = Where(

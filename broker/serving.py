@@ -171,6 +171,7 @@ def count(core: Core, chain: Chain, flight: InFlight, hops: tuple[Hop, ...]) -> 
             min(was.bytes_in + hop.bytes_in, 1 << 62),
             min(was.expected_s + expected_s, 1e9),
             min(was.expected_compute_s + (hop.compute_s if expected_s > 0 else 0.0), 1e9),
+            was.expected_batches + (expected_s > 0),
         )
 
 

@@ -22,9 +22,10 @@ from potluck.planner.search import fixed_order, search_chain, search_one
 
 WORTH_SAYING = 0.003
 """A share of the figure below which one layer more or less is no reason for anything."""
-ALMOST = 0.005
-"""Plans whose tokens per second differ by less than this share are as good as equal to people."""
+ALMOST = 0.02
+"""Other shares of the users are worth a sentence if they cost less than this share of the tokens per second."""
 MUCH_SOONER = 0.95
+"""What the slowest user must then wait at most, as a share of what it waits now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Comparisons:
     @cached_property
     def one_chain(self) -> Option | None:
         """A good single chain of several devices, for all users or as many as it has slots for."""
-        found = search_one(self.problem, self._users)
+        found = search_one(self.problem, self._users, None if self.exact else 10)
         several = self._of_chain(found) if found is not None and len(found) > 1 else None
         return self._better(several, self.split)
 
@@ -97,7 +98,11 @@ class Comparisons:
         """Two chains or more, for several users."""
         demand = self.problem.demand
         most = min(self.problem.count, demand.users)
-        return self._best(found for count in range(2, min(most, 4) + 1) if (found := self._of_count(count)))
+        return self._best(
+            found
+            for count in range(2, min(most, 4 if self.exact else 2) + 1)
+            if (found := self._of_count(count))
+        )
 
     def _of_count(self, count: int) -> list[Shared] | None:
         return search_count(self.problem, count)

@@ -98,6 +98,14 @@ class StageCost:
         """Buffers besides weights and cache."""
         return self.profile.head_compute_bytes if end == self.model.layers else self.profile.compute_bytes
 
+    def needed_bytes(self, first: int, end: int) -> int:
+        """Weights, cache and compute buffers of these layers, of its memory and its GPU's together."""
+        return (
+            int(self._prefix_bytes[end] - self._prefix_bytes[first])
+            + self._head_bytes(end)
+            + self.compute_bytes(end)
+        )
+
     @cached_property
     def _prefix_bytes(self) -> NDArray[np.int64]:
         """int64[layers + 1]: weights and cache of the layers before each."""

@@ -173,7 +173,7 @@ class _Talk:
         if len(tireless) > MOST_NAMED:
             yield f"Limited by {len(tireless)} of the {len(stages)} devices, which compute all the time."
         elif tireless and len(self.shared) > 1:
-            yield f"Limited by {listed(tireless)}, which {'computes' if len(tireless) == 1 else 'compute'} all the time."
+            yield _tireless(tireless)
         else:
             yield self._slowest(max(forecasts, key=lambda forecast: forecast.token_s))
 
@@ -183,8 +183,7 @@ class _Talk:
             return f"Limited by the link from {forecast.limit}."
         if busiest.busy >= ALL_THE_TIME:
             names = [str(stage.device) for stage in forecast.stages if stage.busy >= ALL_THE_TIME]
-            does = "which computes" if len(names) == 1 else "which compute"
-            return f"Limited by {listed(names)}, {does} all the time."
+            return _tireless(names)
         computes = ms_figure(busiest.busy * forecast.token_s)
         return (
             f"Limited by {busiest.device}: it computes {computes} of the {ms(forecast.token_s)} of a token."
@@ -375,6 +374,11 @@ class _Talk:
         candidates = self.problem.candidates
         rate = self.problem.network.link(candidates[a].stage, candidates[b].stage).bytes_per_s
         return f" ({8 * rate / 1e6:.3g} Mbit/s)" if rate > 0 else ""
+
+
+def _tireless(names: Sequence[str]) -> str:
+    does = "which computes" if len(names) == 1 else "which compute"
+    return f"Limited by {listed(names)}, {does} all the time."
 
 
 __all__ = ["explain"]

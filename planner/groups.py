@@ -8,6 +8,7 @@ are drawn from a fixed sequence and their work is counted, so the same question 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -15,11 +16,17 @@ from potluck.planner.exact import Shared
 from potluck.planner.problem import Problem
 from potluck.planner.search import FEWER, Found, Orders, search_one, shorter
 
-WORK_PER_DEVICE = 100
-"""Devices that chains are tried over while a plan is improved, for each device that there is."""
+WORK = 40
+"""Devices that chains are tried over while a plan is improved, for each pair of devices that there is."""
 MOST_WORK = 6000
+TOLERANCE = 0.02
+"""The share by which a step may be worse at first: a way out of plans that no single step improves."""
+PATIENT_BELOW = 17
+"""Devices for which the work is enough to try worse steps, too."""
+PATIENCE = 400
+"""Steps without gain after which no more are tried."""
 STARTS = 2
-"""Plans that are improved."""
+"""Plans that are improved, each with another number of chains."""
 
 Group = frozenset[int]
 Plan = dict[Group, int]
@@ -27,19 +34,19 @@ Plan = dict[Group, int]
 
 
 def search_chains(problem: Problem, work: int | None = None) -> list[Shared]:
-    """Chains that together make many tokens per second; none if none is found. `work`: see WORK_PER_DEVICE."""
+    """Chains that together make many tokens per second; none if none is found. `work`: see WORK."""
     search = _Search(problem)
     plans = [plan for count in search.counts() for plan in search.dealt(count)]
     one = search_one(problem, min(problem.demand.users, problem.demand.slots), 20)
     if one is not None:
         plans.append({frozenset(device for device, _, _ in one): search.served(1)})
     plans.append(search.replicas())
-    rated = sorted(
-        ((search.rate(plan), at) for at, plan in enumerate(plans) if plan),
-        key=lambda found: (-found[0], found[1]),
-    )
-    best = [plans[at] for rate, at in rated[:STARTS] if rate > 0]
-    work = min(MOST_WORK, WORK_PER_DEVICE * problem.count) if work is None else work
+    of_counts: dict[int, Plan] = {}
+    for plan in plans:
+        if plan and search.rate(plan) > search.rate(of_counts.get(len(plan), {})):
+            of_counts[len(plan)] = plan
+    best = sorted(of_counts.values(), key=lambda plan: (-search.rate(plan), len(plan)))[:STARTS]
+    work = min(MOST_WORK, WORK * problem.count**2) if work is None else work
     improved = [search.improved(plan, work // len(best)) for plan in best]
     return search.shared(max(improved, key=search.rate)) if improved else []
 
@@ -84,7 +91,7 @@ class _Search:
         return min(self._problem.demand.users, self._problem.demand.slots * chains)
 
     def dealt(self, count: int) -> Iterator[Plan]:
-        """The devices in so many groups: fastest first, to and fro; and neighbours in speed together."""
+        """The devices in so many groups: fastest first, to and fro; neighbours in speed; or equal room."""
         devices = [d for d in self._orders.by_speed if np.isfinite(self._orders.seconds[d])]
         if len(devices) < count:
             return
@@ -94,7 +101,7 @@ class _Search:
             groups[at if turn % 2 == 0 else count - 1 - at].append(device)
         blocks = [devices[len(devices) * i // count : len(devices) * (i + 1) // count] for i in range(count)]
         users = self.served(count)
-        for way in (groups, blocks) if count > 1 else (groups,):
+        for way in (groups, blocks, self._by_room(devices, count)) if count > 1 else (groups,):
             yield {
                 frozenset(group): users // count + (index < users % count) for index, group in enumerate(way)
             }
@@ -128,6 +135,21 @@ class _Search:
                 plan[frozenset([device])] = mine
                 users -= mine
         return plan
+
+    def _by_room(self, devices: list[int], count: int) -> list[list[int]]:
+        """Each device, those with most room first, where the least room is."""
+        groups: list[list[int]] = [[] for _ in range(count)]
+        room = [0] * count
+        for device in sorted(devices, key=lambda device: -self._most_layers[device]):
+            at = room.index(min(room))
+            groups[at].append(device)
+            room[at] += self._most_layers[device]
+        return groups
+
+    @cached_property
+    def _most_layers(self) -> list[int]:
+        """Of each device, the layers that it has room for at the model's beginning."""
+        return [int(cost.room[0].sum()) for cost in self._problem.costs]
 
     # ---- figures
 
@@ -182,14 +204,17 @@ class _Search:
 
     def improved(self, plan: Plan, work: int) -> Plan:
         """After as many steps as the work allows."""
-        dice, until = _Dice(), self._work + work
+        dice, begun = _Dice(), self._work
         plan = self._settled(plan)
         rate = self.rate(plan)
+        tolerance = TOLERANCE if self._problem.count < PATIENT_BELOW else 0.0
+        best, best_rate = plan, rate
         idle = 0
         pairs = (self._exchange, self._move, self._users)
         kinds = (*pairs, *pairs, self._split, self._join)
-        while self._work < until and idle < 400:
+        while self._work < begun + work and idle < PATIENCE:
             idle += 1
+            self._work += 1
             tried = kinds[dice.below(len(kinds))](plan, dice)
             if tried is None:
                 continue
@@ -200,9 +225,12 @@ class _Search:
                 continue
             before = sum(self._rate_of(group, plan[group]) for group in gone)
             after = sum(self._rate_of(group, tried[group]) for group in came)
-            if after > before + rate * FEWER:
-                plan, rate, idle = self._settled(tried), rate + after - before, 0
-        return plan
+            allowed = tolerance * max(0.0, 1.0 - 1.5 * (self._work - begun) / work)
+            if after > before + rate * (FEWER if allowed == 0 else -allowed):
+                plan, rate = self._settled(tried), rate + after - before
+                if rate > best_rate * (1.0 + FEWER):
+                    best, best_rate, idle = plan, rate, 0
+        return best
 
     def _settled(self, plan: Plan) -> Plan:
         """The same chains; devices that they do without are not theirs any more."""
@@ -287,6 +315,10 @@ class _Search:
             return None
         spare = self._spare(plan)
         if spare and dice.below(2):
+            mine = sorted(
+                [*mine, *spare[: len(mine) + 1]], key=lambda device: (self._most_layers[device], device)
+            )
+        if spare and dice.below(3) == 0:
             halves = (mine, [spare[dice.below(len(spare))]])
         else:
             halves = (

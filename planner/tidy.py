@@ -104,13 +104,18 @@ def _even(problem: Problem, chain: Chain) -> Chain:
             until += 1
         first, end, count = chain[at][1], chain[until - 1][2], until - at
         wanted = [first + (end - first) * index / count for index in range(1, count)]
-        cuts = [min(problem.positions, key=lambda cut, w=want: (abs(cut - w), cut)) for want in wanted]
+        cuts = [_nearest(problem.positions, want) for want in wanted]
         bounds = [first, *cuts, end]
         if any(a >= b for a, b in pairwise(bounds)):
             return chain
         stages += [(chain[at + index][0], bounds[index], bounds[index + 1]) for index in range(count)]
         at = until
     return tuple(stages)
+
+
+def _nearest(cuts: Sequence[int], wanted: float) -> int:
+    """The allowed cut that is closest."""
+    return min(cuts, key=lambda cut: (abs(cut - wanted), cut))
 
 
 def _fairer(problem: Problem, plan: Sequence[Shared]) -> Iterator[list[Shared]]:

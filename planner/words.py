@@ -9,7 +9,7 @@ NAMED = 6
 
 
 def ms(seconds: float) -> str:
-    """`1640 ms`, `130 ms`, `79 ms`, `12 ms`, `3.5 ms`, `0.25 ms`."""
+    """`1640 ms`, `130 ms`, `79 ms`, `12.7 ms`, `3.5 ms`, `0.25 ms`."""
     return f"{ms_figure(seconds)} ms"
 
 
@@ -18,7 +18,7 @@ def ms_figure(seconds: float) -> str:
     value = 1000 * seconds
     if value >= 1000:
         return str(round(float(f"{value:.3g}")))
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def per_s(rate: float) -> str:

@@ -138,8 +138,9 @@ def households(
                 "thin": Link(0.0005, 1e6),
                 "cut": Link(float("inf")),
             }[kind]
-    legs = {c.stage: Link(draw(st.sampled_from([0.0, 0.0003, 0.002]))) for c in candidates}
-    return shape, candidates, Network(links, legs, legs)
+    way = st.sampled_from([0.0, 0.0, 0.0003, 0.0003, 0.002, 0.002, float("inf")])
+    there, back = ({c.stage: Link(draw(way)) for c in candidates} for _ in range(2))
+    return shape, candidates, Network(links, there, back)
 
 
 DEMANDS = st.builds(
