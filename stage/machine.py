@@ -307,7 +307,8 @@ class StageMachine:
                 state.held = Held(load.key, event.loaded)
                 if wanted is not None and ours:
                     sizes = event.loaded
-                    ready = Ready(event.load_s, sizes.weights_bytes, sizes.kv_bytes, sizes.compute_bytes)
+                    weights = sizes.weights_bytes + sizes.copied_bytes
+                    ready = Ready(event.load_s, weights, sizes.kv_bytes, sizes.compute_bytes)
                     yield from self._conclude(wanted, ready, event.cause)
                     return
             case LoadFailed():

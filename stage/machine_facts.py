@@ -21,8 +21,9 @@ class Container:
     """What the groups that a process is in allow it. 0: no limit."""
 
     memory_bytes: int = 0
+    """The smallest limit."""
     free_bytes: int = 0
-    """Of the tightest group's limit, what nobody in it uses; page cache that can be dropped counts as free."""
+    """What the group with the least room has left; page cache that can be dropped counts as free."""
     cpu_quota: float = 0.0
     """Cores."""
 
@@ -48,8 +49,11 @@ def container(read: Read) -> Container:
     text = read("/proc/self/cgroup") or ""
     memory = list(_memory_limits(text, read))
     quotas = [quota for quota in _quotas(text, read) if quota > 0]
-    limit, free = min(memory, key=lambda pair: pair[1], default=(0, 0))
-    return Container(limit, free, min(quotas, default=0.0))
+    return Container(
+        min((limit for limit, _ in memory), default=0),
+        min((free for _, free in memory), default=0),
+        min(quotas, default=0.0),
+    )
 
 
 def _memory_limits(cgroup: str, read: Read) -> Iterator[tuple[int, int]]:
@@ -62,12 +66,16 @@ def _memory_limits(cgroup: str, read: Read) -> Iterator[tuple[int, int]]:
             cache = _stat(stat, "total_inactive_file") + _stat(stat, "total_active_file")
             yield limit, max(0, limit - max(0, used - cache))
     for folder in _folders(cgroup, "", ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")):
-        limit = _number(read(f"{folder}/memory.max"))
+        # above memory.high nothing is killed, but everything waits: a limit as good as the other one
+        limits = [_number(read(f"{folder}/memory.{name}")) for name in ("max", "high")]
         used = _number(read(f"{folder}/memory.current"))
-        if limit is not None and used is not None:
-            stat = read(f"{folder}/memory.stat") or ""
-            cache = _stat(stat, "inactive_file") + _stat(stat, "active_file")
-            yield limit, max(0, limit - max(0, used - cache))
+        if used is None:
+            continue
+        stat = read(f"{folder}/memory.stat") or ""
+        cache = _stat(stat, "inactive_file") + _stat(stat, "active_file")
+        for limit in limits:
+            if limit is not None:
+                yield limit, max(0, limit - max(0, used - cache))
 
 
 def _quotas(cgroup: str, read: Read) -> Iterator[float]:
@@ -96,6 +104,16 @@ def _folders(cgroup: str, controller: str, mounts: Sequence[str]) -> Iterator[st
                 yield "/".join([mount, *parts[:count]])
 
 
+def threads_for(cores: int, usable: int, quota: float) -> int:
+    """Threads to compute with by default: physical cores minus one, so that the machine stays usable; at least one.
+
+    Not more than the cores that the process may run on (`usable`), nor than whole cores of its quota (0: none): threads
+    beyond it would all be halted together.
+    """
+    allowed = min(usable, int(quota)) if quota > 0 else usable
+    return max(1, min(cores - 1, allowed))
+
+
 def _number(text: str | None) -> int | None:
     text = (text or "").strip()
     return int(text) if re.fullmatch(r"-?\d{1,19}", text) else None
@@ -117,36 +135,71 @@ class BackendDevice:
     """One device of llama.cpp's list."""
 
     name: str
+    backend: str
+    """The interface by which it is reached: CUDA, Vulkan, ..."""
     description: str
     kind: int
     memory_bytes: int
     free_bytes: int
+    id: str = ""
+    """The same whatever interface lists it, such as its place on the PCI bus; empty where it is not known."""
 
     @property
     def shares_memory(self) -> bool:
         """Whether its memory is the machine's own: integrated GPUs, and all of Apple's."""
-        return self.kind == INTEGRATED_GPU or self.name.lower().startswith(("metal", "mtl"))
+        return self.kind == INTEGRATED_GPU or self.backend == METAL
 
-    @property
-    def backend(self) -> str:
-        """CUDA, Vulkan, ...: the name without its number."""
-        return self.name.rstrip("0123456789") or self.name
+
+METAL = "Metal"
+_BACKENDS = {"MTL": METAL}
+"""Interfaces for which people have another name than llama.cpp."""
+
+
+def backend_name(registered: str) -> str:
+    """An interface's name for people."""
+    return _BACKENDS.get(registered, registered)
 
 
 def gpus_among(devices: Sequence[BackendDevice]) -> list[BackendDevice]:
-    """Those that compute with a memory of their own or the machine's; one that two interfaces list counts once."""
-    found: dict[str, BackendDevice] = {}
+    """Those that llama.cpp will put layers on; what others have is nobody's to offer.
+
+    As llama.cpp chooses: a GPU that two interfaces list counts once, integrated ones only where there is no other, and
+    then those of one interface. One whose memory is not known has none to offer. Other machines (RPC) are none of ours.
+    """
+    alone: list[BackendDevice] = []
+    integrated: list[BackendDevice] = []
     for device in devices:
-        if device.kind in (GPU, INTEGRATED_GPU) and device.memory_bytes > 0:
-            found.setdefault(f"{device.description}#{device.memory_bytes >> 28}#{device.name[-1:]}", device)
-    return list(found.values())
+        if device.memory_bytes <= 0 or device.backend == "RPC":
+            continue
+        if device.kind == GPU and not any(_same(device, other, devices) for other in alone):
+            alone.append(device)
+        if device.kind == INTEGRATED_GPU and all(device.backend == other.backend for other in integrated):
+            integrated.append(device)
+    return alone or integrated
+
+
+def _same(one: BackendDevice, other: BackendDevice, devices: Sequence[BackendDevice]) -> bool:
+    """Whether two interfaces list one GPU: by its id, or as the same one of those with its description."""
+    if one.id and other.id:
+        return one.id == other.id
+    return one.backend != other.backend and _which(one, devices) == _which(other, devices)
+
+
+def _which(device: BackendDevice, devices: Sequence[BackendDevice]) -> tuple[str, int]:
+    """Its description, and how many of this description its interface lists before it."""
+    before = devices[: devices.index(device)]
+    alike = [one for one in before if (one.backend, one.description) == (device.backend, device.description)]
+    return device.description, len(alike)
 
 
 # ---- what layers may take
 
 OWN_GROWTH_BYTES = 64 << 20
-"""What a stage's process takes besides weights, caches and compute buffers after it has registered: arrays of a
-micro-batch, sampling, sockets, and what measuring leaves behind. Measured: 25 to 55 MB with SmolLM2.
+"""What a stage's process needs besides weights, caches and compute buffers and what it had when it registered.
+
+Measured with SmolLM2 in containers of 200 MB: 10 to 16 MB of growth until it serves (arrays of micro-batches, sampling,
+sockets, what measuring leaves behind), and 25 MB of mapped code of Python and llama.cpp, which the kernel counts as
+cache and so as free, though it is read again and again. The rest is room for vocabularies that are larger.
 """
 MACHINE_SHARE = 0.05
 """Of a machine's memory that is left to others, so that it stays usable. A container is there for the stage alone."""
@@ -162,7 +215,7 @@ class Owner:
     max_memory_gb: float | None = None
     max_vram_gb: float | None = None
     vram_pool_gb: float | None = None
-    """GPU memory set aside for weights and caches: with it exactly so much is offered, if there is as much."""
+    """GPU memory set aside for weights and caches: no more than this is offered, nor than the limit above."""
     allow_cpu_fallback: bool = True
 
 

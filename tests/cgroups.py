@@ -25,6 +25,11 @@ class MemoryGroup:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     @property
+    def within(self) -> list[str]:
+        """Before a command: it is in the group from its first instruction on."""
+        return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs")]
+
+    @property
     def kills(self) -> int:
         """How often the kernel has killed something in it for lack of memory."""
         for name in ("memory.oom_control", "memory.events"):

@@ -114,7 +114,8 @@ def infer(
 def ps(broker: str | None, memory: bool, as_json: bool) -> None:
     """List the stages that have joined, what they hold, and what their machines have."""
     from potluck.tools.device_tables import machine_notes, machine_table, memory_view
-    from potluck.tools.tables import device_table
+    from potluck.tools.plan_view import Sentences
+    from potluck.tools.tables import device_notes, device_table, stage_table
 
     async def work() -> None:
         async with Client(await broker_address(broker)) as client:
@@ -133,9 +134,14 @@ def ps(broker: str | None, memory: bool, as_json: bool) -> None:
             console.print(*memory_view(view), sep="\n")
         elif view.stages:
             console.print(device_table(view))
+            console.print(Sentences(device_notes(view)))
             console.print()
             console.print(machine_table(view))
+            console.print()
             console.print(*machine_notes(view), sep="\n")
+            if any(stage.hops.batches for stage in view.stages):
+                console.print()
+                console.print(stage_table(view))
 
     run(work())
 

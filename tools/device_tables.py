@@ -1,136 +1,147 @@
 """What devices have and hold, as `potluck ps` prints it. Pure: a snapshot in, something rich can print out.
 
-Everything fits 80 columns; a device's name is folded, never cut.
+Everything fits 80 columns; a device's name is folded, never cut. What is long stands below the table, in lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from potluck.tools.tables import bytes_text, layers_text
+from potluck.tools.plan_view import Sentences
+from potluck.tools.tables import bytes_text, device_columns, of_bytes_text
+from potluck.wire.measures import Capabilities
 from potluck.wire.messages import StageView, StateView
 
 BAR_CHARS = 20
+WEIGHTS, CACHE, BUFFERS, FREE = "W", "K", "B", "."
+"""What a piece of a bar is full of."""
+NO_ROOM = 1
+"""What a device offers that has nothing to spare: 0 would mean that it does not say."""
+LEGEND = f"{WEIGHTS} weights, {CACHE} KV cache, {BUFFERS} compute buffers, {FREE} offered and free"
+
+TELLING = (
+    "AMX_INT8", "AVX512_VNNI", "AVX512", "AVX_VNNI", "AVX2", "AVX",
+    "SVE", "MATMUL_INT8", "DOTPROD", "NEON",
+)  # fmt: skip
+"""Instruction sets that say most about the speed of layers, widest first; the rest is in --json."""
+
+
+# ---- machines
 
 
 def machine_table(view: StateView) -> Table:
-    """Each device's hardware: what it computes with, what it runs on."""
-    table = _table(("device", "processor", "cores", "memory free", "GPU", "disk", "power"))
+    """Each device's hardware in figures: what it computes with, what it has free."""
+    table = device_columns(("device", "threads", "memory free", "disk", "power"))
     for stage in view.stages:
         can = stage.capabilities
-        quota = f", {can.cpu_quota:g} allowed" if can.cpu_quota else ""
         table.add_row(
             Text(stage.device),
-            Text(can.cpu or "-"),
-            f"{can.threads} of {can.cores}{quota}",
-            _free_text(stage),
-            Text(_gpu_text(stage)),
-            f"{can.disk_read_bytes_s / 1e6:.0f} MB/s" if can.disk_read_bytes_s else "-",
+            f"{can.threads} of {can.cores}",
+            of_bytes_text(can.free_memory_bytes, can.memory_bytes) if can.memory_bytes else "-",
+            f"{bytes_text(can.disk_read_bytes_s)}/s" if can.disk_read_bytes_s else "-",
             can.power or "-",
         )
     return table
 
 
-def machine_notes(view: StateView) -> Iterator[Text]:
-    """One line per device: system, versions, instruction sets."""
+def machine_notes(view: StateView) -> Iterator[RenderableType]:
+    """Below each device's name what does not fit a column: processor, container, GPUs, system and versions."""
     for stage in view.stages:
-        can = stage.capabilities
-        parts = [part for part in (can.system, _version_text(stage), _features_text(can.features)) if part]
-        if parts:
-            yield Text(f"{stage.device}: {'; '.join(parts)}")
+        lines = list(_notes(stage))
+        if lines:
+            yield Text(stage.device)
+            yield Sentences(lines, "  ")
+
+
+def _notes(stage: StageView) -> Iterator[str]:
+    can = stage.capabilities
+    telling = [name for name in TELLING if name in can.features][:3]
+    if can.cpu:
+        yield f"{can.cpu} with {', '.join(telling)}" if telling else can.cpu
+    room = [bytes_text(can.container_memory_bytes)] if can.container_memory_bytes else []
+    room += [f"{can.cpu_quota:g} cores"] if can.cpu_quota else []
+    if room:
+        yield f"In a container of {' and '.join(room)}"
+    for gpu in can.gpus:
+        yield f"GPU: {gpu.name} ({gpu.backend}), {of_bytes_text(gpu.free_memory_bytes, gpu.memory_bytes)} free"
+    if can.gpus and not can.allow_cpu_fallback:
+        yield "Only layers that the GPU has room for (allow_cpu_fallback is false)"
+    versions = [can.system] if can.system else []
+    versions += [f"Potluck {stage.version}"] if stage.version else []
+    versions += [f"llama-cpp-python {can.llama}"] if can.llama else []
+    if versions:
+        yield ", ".join(versions)
+
+
+# ---- memory
 
 
 def memory_view(view: StateView) -> Iterator[RenderableType]:
     """All memory of the cluster at one glance: what layers take of what each device offers."""
-    table = _table(("device", "layers", "weights", "KV cache", "buffers", "used of offered", ""))
-    used_sum = offered_sum = 0
-    for stage in view.stages:
-        used, offered = _used(stage), _offered(stage)
-        used_sum, offered_sum = used_sum + used, offered_sum + offered
-        holds = stage.first is not None
-        table.add_row(
-            Text(stage.device),
-            layers_text(stage.first, stage.end),
-            *(
-                bytes_text(count) if holds else "-"
-                for count in (stage.weights_bytes, stage.kv_bytes, stage.compute_bytes)
-            ),
-            f"{bytes_text(used)} of {bytes_text(offered)}" if offered else bytes_text(used),
-            bar(used, offered),
-        )
+    everything = f"all {len(view.stages)} devices"
+    table = device_columns(("device", "weights", "KV cache", "buffers", "used of offered"), right=True)
+    parts = [_parts(stage) for stage in view.stages]
+    offers = [_offered(stage) for stage in view.stages]
+    for stage, held, offered in zip(view.stages, parts, offers, strict=True):
+        table.add_row(*_row(stage.device, held, offered))
+    if len(view.stages) > 1:
+        held_in_all = [sum(column) for column in zip(*parts, strict=True)]
+        # Where a device does not say what it offers, no share of all offers can be said.
+        table.add_row(*_row(everything, held_in_all, sum(offers) if all(offers) else 0))
     yield table
-    if offered_sum:
-        yield Text(
-            f"In all {bytes_text(used_sum)} of {bytes_text(offered_sum)} that {len(view.stages)} devices offer "
-            f"({100 * used_sum / offered_sum:.0f} %)."
-        )
+    yield Text(LEGEND)
     for stage in view.stages:
-        limit = stage.capabilities.container_memory_bytes
-        if limit:
-            yield Text(f"{stage.device} runs in a container of {bytes_text(limit)}.")
+        limits = list(_limits(stage.capabilities))
+        if limits:
+            yield Sentences([f"{stage.device}: {', '.join(limits)}."])
 
 
-def bar(used: int, offered: int) -> str:
-    """A share as text, readable without colour."""
+def bar(held: Sequence[int], offered: int, chars: int = BAR_CHARS) -> str:
+    """Shares of what is offered as text, readable without colour: weights, KV cache, buffers, free.
+
+    What is there at all is seen: the smallest share has one character, if there is room for one.
+    """
     if offered <= 0:
         return ""
-    full = min(BAR_CHARS, round(BAR_CHARS * used / offered))
-    return "#" * full + "." * (BAR_CHARS - full)
+    pieces, filled, total = "", 0, 0
+    for mark, count in zip((WEIGHTS, CACHE, BUFFERS), held, strict=True):
+        total += count
+        end = max(round(chars * total / offered), filled + 1 if count else 0)
+        end = max(filled, min(chars, end))
+        pieces, filled = pieces + mark * (end - filled), end
+    return pieces + FREE * (chars - filled)
 
 
-def _table(titles: tuple[str, ...]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
+def _row(name: str, held: Sequence[int], offered: int) -> tuple[RenderableType, ...]:
+    """A device's figures; its bar is the second line, below the name."""
+    used = sum(held)
+    figures = [bytes_text(count) if used else "-" for count in held]
+    if offered > NO_ROOM:
+        text = f"{of_bytes_text(used, offered)}\n{100 * used / offered:.0f} %"
+        return (Text(f"{name}\n{bar(held, offered)}"), *figures, text)
+    return (Text(name), *figures, f"{bytes_text(used)} of none" if offered else bytes_text(used))
 
 
-def _used(stage: StageView) -> int:
+def _parts(stage: StageView) -> tuple[int, int, int]:
+    """Weights, KV cache and compute buffers of what it holds."""
     if stage.first is None:
-        return 0
-    return stage.weights_bytes + stage.kv_bytes + stage.compute_bytes
+        return 0, 0, 0
+    return stage.weights_bytes, stage.kv_bytes, stage.compute_bytes
 
 
 def _offered(stage: StageView) -> int:
     return stage.capabilities.offered_bytes + stage.capabilities.offered_vram_bytes
 
 
-def _free_text(stage: StageView) -> str:
-    can = stage.capabilities
-    if not can.memory_bytes:
-        return "-"
-    box = " (container)" if can.container_memory_bytes else ""
-    return f"{bytes_text(can.free_memory_bytes)} of {bytes_text(can.memory_bytes)}{box}"
-
-
-def _gpu_text(stage: StageView) -> str:
-    gpus = stage.capabilities.gpus
-    return ", ".join(f"{gpu.name} ({gpu.backend}, {bytes_text(gpu.memory_bytes)})" for gpu in gpus) or "-"
-
-
-def _version_text(stage: StageView) -> str:
-    llama = stage.capabilities.llama
-    parts = [f"Potluck {stage.version}"] if stage.version else []
-    parts += [f"llama-cpp-python {llama}"] if llama else []
-    return ", ".join(parts)
-
-
-def _features_text(features: tuple[str, ...]) -> str:
-    """The widest vectors and what else is telling; all of them are in --json."""
-    order = (
-        "AMX_INT8",
-        "AVX512_VNNI",
-        "AVX512",
-        "AVX_VNNI",
-        "AVX2",
-        "AVX",
-        "SVE",
-        "MATMUL_INT8",
-        "DOTPROD",
-        "NEON",
-    )
-    return ", ".join([name for name in order if name in features][:3])
+def _limits(can: Capabilities) -> Iterator[str]:
+    """Where the memory is, and what bounds it."""
+    if can.offered_vram_bytes:
+        yield f"{bytes_text(can.offered_bytes)} offered in memory and {bytes_text(can.offered_vram_bytes)} on GPUs"
+    if can.container_memory_bytes:
+        yield f"limited to {bytes_text(can.container_memory_bytes)} by its container"
+    elif can.memory_bytes:
+        yield f"{bytes_text(can.memory_bytes)} in the machine"

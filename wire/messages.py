@@ -362,6 +362,8 @@ class HopSums(Body, frozen=True):
     """What the plan predicted for the decode micro-batches among them, where it predicts."""
     expected_compute_s: Seconds = 0.0
     """What those took."""
+    expected_batches: Count = 0
+    """How many they were."""
 
 
 class StageView(Body, frozen=True):

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from potluck.model.facts import EMBEDDINGS, ModelFacts
+from potluck.stage.capabilities import free_memory_bytes
 from potluck.stage.engine import LoadSpec
 from potluck.stage.engines.llama_callback import HiddenTap
 from potluck.stage.engines.llama_calls import Limits
@@ -93,7 +92,7 @@ def _cells(spec: LoadSpec, exactness: Exactness) -> int:
 
 
 def check_room(spec: LoadSpec, facts: ModelFacts, exactness: Exactness) -> None:
-    """Raises OutOfMemoryError if the KV cache can't fit the memory that is free now.
+    """Raises OutOfMemoryError if the KV cache can't fit the memory that is free now, in a container what is left of it.
 
     llama.cpp would be promised it by the system and killed when it fills it. A GPU refuses by itself.
     """
@@ -104,7 +103,7 @@ def check_room(spec: LoadSpec, facts: ModelFacts, exactness: Exactness) -> None:
     usual = facts.width // max(query_heads[0], 1) if query_heads else 0
     row_bytes = 2 * sum(length if isinstance(length, int) else usual for length in lengths)
     need = cells * row_bytes * sum(heads)
-    free = psutil.virtual_memory().available
+    free = free_memory_bytes()
     if cells >= 1 << 32 or (need > free and spec.gpu_layers == 0):
         raise OutOfMemoryError(
             f"{spec.slots} slots of {spec.context_tokens} tokens need {need >> 20} MiB for the KV cache, "

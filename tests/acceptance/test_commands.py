@@ -35,10 +35,11 @@ def test_demo_says_what_it_took_and_what_each_stage_did() -> None:
     assert float(first[1]) > 0
     assert re.search(r"then [\d.]+ ms per token \(8 tokens\)", ended.out)
     head, *rows = ended.out[ended.out.index("stage ") :].splitlines()[:4]
-    assert head.split() == ["stage", "layers", "micro-batches", "compute", "ms", "wait", "ms", "busy", "sent"]
+    assert head.split() == ["stage", "layers", "batches", "ms", "busy", "sent"]
     assert {row.split()[0] for row in rows} == {"laptop", "desktop", "mini-pc"}
     for row in rows:
-        assert re.search(r" \d+-\d+ +\d+ +\d+\.\d +\d+\.\d +\d+ % +\d[\d.]* k?B$", row.rstrip()), row
+        assert re.search(r" \d+-\d+ +\d+ +\d+\.\d +\d+ % +\d[\d.]* k?B$", row.rstrip()), row
+    assert [row.split()[1] for row in rows].count("*") == 1, "one stage is the slowest"
     ranges = re.findall(r" (\d+)-(\d+) ", "\n".join(rows))
     assert [int(first) for first, _ in ranges[1:]] == [int(last) + 1 for _, last in ranges[:-1]]
 
@@ -145,6 +146,9 @@ def test_ps_lists_the_stages_and_their_layers(exact: World) -> None:
     assert "serving; 0 running, 0 waiting, 16 slots of 512 tokens." in ended.out
     for index in range(3):
         assert re.search(rf"^stage-{index + 1} +ready +0\.{index} +\d+-\d+ ", ended.out, re.MULTILINE)
+        assert re.search(rf"^stage-{index + 1} +1 of \d+ +[\d.]+ (.B )?of [\d.]+ GB ", ended.out, re.MULTILINE)
+    memory = command("potluck", "ps", "-b", exact.address, "--memory").out
+    assert re.search(r"^all 3 devices( +[\d.]+ .?B){3} +[\d.]+ (.B )?of [\d.]+ GB$", memory, re.MULTILINE)
     found = json.loads(command("potluck", "ps", "-b", exact.address, "--json").out)
     assert [stage["device"] for stage in found["stages"]] == ["stage-1", "stage-2", "stage-3"]
     assert found["stages"][0]["end"] == found["stages"][1]["first"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from potluck.model.facts import read_facts
 from potluck.model.slices import ensure_slice
 from potluck.stage.engine import LoadSpec, Work
-from potluck.stage.engines import make_engine
+from potluck.stage.engines import llama_loading, make_engine
 from potluck.stage.engines.llama import LlamaEngine, prepare_process
 from potluck.wire.errors import EngineError, ModelError, NotGgufError, OutOfMemoryError
 from potluck.wire.messages import Span
@@ -314,6 +314,14 @@ def test_a_slice_of_another_length_is_refused(model: Path) -> None:
 def test_a_cache_that_can_not_fit_is_refused_before_it_is_reserved(model: Path, context: int) -> None:
     with pytest.raises(OutOfMemoryError, match="MiB"):
         make_engine("llama").load(spec_of(model, context_tokens=context))
+
+
+def test_a_cache_is_refused_if_the_container_has_no_room_for_it_though_the_machine_has(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_loading, "free_memory_bytes", lambda: 1 << 10)
+    with pytest.raises(OutOfMemoryError, match="0 MiB are free"):
+        make_engine("llama").load(spec_of(model, context_tokens=4096))
 
 
 @pytest.mark.parametrize("slots", [0, 257])

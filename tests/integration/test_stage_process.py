@@ -7,13 +7,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from cgroups import memory_limit
 from potluck.model.facts import read_facts
 from potluck.model.reference import reference
 from potluck.runtime.zmq_transport import ZmqTransport
@@ -55,8 +56,9 @@ class Broker:
         self.peer = b""
         self.process: asyncio.subprocess.Process | None = None
 
-    async def start(self, *options: str, **environment: str) -> None:
+    async def start(self, *options: str, within: Sequence[str] = (), **environment: str) -> None:
         command = [
+            *within,
             sys.executable,
             "-m",
             "potluck.stage.cli",
@@ -249,5 +251,43 @@ def test_a_real_model_whole_in_one_stage_gives_its_greedy_text(smollm2_path: Pat
             assert done.batch == 1
             side.signal(signal.SIGTERM)
             assert (await side.end())[0] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.root
+def test_a_stage_in_a_container_says_so_and_offers_no_more_than_is_left_of_it() -> None:
+    limit = 300_000_000
+
+    async def scenario() -> None:
+        with memory_limit(limit) as group:
+            async with broker() as side:
+                await side.start(*FAKE, within=group.within)
+                can = (await side.welcome()).capabilities
+                assert can.container_memory_bytes == pytest.approx(limit, rel=0.01)
+                assert can.memory_bytes == can.container_memory_bytes
+                assert 0 < can.offered_bytes < can.free_memory_bytes < can.memory_bytes
+            assert group.kills == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_offers_no_more_than_its_owner_allows(tmp_path: Path) -> None:
+    settings = tmp_path / "potluck.yaml"
+    settings.write_text("resources: {max_memory_gb: 0.5, allow_cpu_fallback: false}\n")
+
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*FAKE, "--config", str(settings))
+            can = (await side.welcome()).capabilities
+            assert 0 < can.offered_bytes < 500_000_000
+            assert not can.allow_cpu_fallback
+        async with broker() as side:
+            await side.start(*FAKE, "--config", str(settings), "--max-memory-gb", "0.001", "--cpu-fallback")
+            can = (await side.welcome()).capabilities
+            assert can.offered_bytes == 1, (
+                "less than the program itself takes: no room, and not 0, which is unknown"
+            )
+            assert can.allow_cpu_fallback
 
     asyncio.run(scenario())

@@ -81,7 +81,7 @@ from potluck.wire.messages import (
 from potluck.wire.sampling import GREEDY
 from stage_world import MODEL, NEXT, RESULTS, assignment, int32, prompt_batch, rows
 
-LOADED = Loaded(width=MODEL.width, vocab=512, weights_bytes=100, kv_bytes=20, compute_bytes=3)
+LOADED = Loaded(width=MODEL.width, vocab=512, weights_bytes=93, kv_bytes=20, compute_bytes=3, copied_bytes=7)
 UNKNOWN = ErrorInfo.of(StageError("This broker does not know the stage."))
 
 
