@@ -37,6 +37,7 @@ from potluck.stage.bench_plan import (
     fill_tokens,
     full_rows,
     points_of,
+    room_for,
     windows_of,
 )
 from potluck.stage.bench_rounds import Clock, Rounds
@@ -52,8 +53,6 @@ from potluck.wire.errors import ModelError, OutOfMemoryError, Phase, PotluckErro
 from potluck.wire.measures import Capabilities, Profile, Speed
 from potluck.wire.messages import Measure
 
-ROOM_SHARE = 0.8
-"""Of the memory that is offered, what the timed slices may take together."""
 ALL_LAYERS = 1 << 16
 """llama.cpp takes it as every layer and the head."""
 _LOADS = 3
@@ -204,7 +203,7 @@ class _Run:
         self._progressed = progressed
         cache_dir = bench._models.cache_dir
         rules = rules_for(facts, allow_unlisted=is_verified(cache_dir, facts))
-        room = round(self._settings.capabilities.offered_bytes * ROOM_SHARE)
+        room = room_for(self._settings.capabilities)
         self._windows: Windows = windows_of(facts.block_bytes, rules, facts.head_bytes, room)
         self._parts = [part for part in Part if part is not Part.LAST or self._windows.last is not None]
         self._files = {

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from potluck.model.architectures import Rules
 from potluck.wire.errors import ForbiddenCutError
+from potluck.wire.measures import Capabilities
 
 DEEP_BYTES = 64 << 20
 SHORT_BYTES = 12 << 20
@@ -37,6 +38,26 @@ LONG_FILL_S = 4.0
 GOOD_FILL_TOKENS = 256
 LEAST_FILL_TOKENS = 96
 """Fewer tokens in the cache would tell nothing of thousands."""
+ROOM_SHARE = 0.8
+"""Of the memory that is offered, what the timed slices may take together."""
+
+
+def room_for(can: Capabilities) -> int:
+    """Bytes that timed slices may take on a device; 0 where it does not say what it offers.
+
+    One processor is timed after the other, so a GPU in the main memory leaves its part to the slices of either.
+    """
+    if not can.offered_bytes:
+        return 0
+    shared = any(gpu.shares_memory for gpu in can.gpus)
+    main = can.offered_bytes + (can.offered_vram_bytes if shared else 0)
+    alone = times_gpu(can) and not shared
+    return max(1, round(ROOM_SHARE * (min(main, can.offered_vram_bytes) if alone else main)))
+
+
+def times_gpu(can: Capabilities) -> bool:
+    """Whether there is a GPU to be timed: not where its owner gives none of its memory."""
+    return bool(can.gpus) and can.offered_vram_bytes > 0
 
 
 class Part(StrEnum):

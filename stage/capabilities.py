@@ -59,7 +59,13 @@ def capabilities(threads: int, owner: Owner, models: Sequence[Path], *, llama: b
         container_memory_bytes=box.memory_bytes if box.memory_bytes < memory.total else 0,
         offered_bytes=offered_bytes,
         gpus=tuple(
-            Gpu(gpu.description[:TEXT_CHARS], gpu.backend[:TEXT_CHARS], gpu.memory_bytes, gpu.free_bytes)
+            Gpu(
+                gpu.description[:TEXT_CHARS],
+                gpu.backend[:TEXT_CHARS],
+                gpu.memory_bytes,
+                gpu.free_bytes,
+                gpu.shares_memory,
+            )
             for gpu in gpus[:16]
         ),
         offered_vram_bytes=offered_vram_bytes,

@@ -116,7 +116,7 @@ class StageMachine:
                 yield from self._load_ended(event)
             case MeasureAsked():
                 if self.state.broker.joined:
-                    yield from self.measuring.ask(event, self.state.epoch)
+                    yield from self.measuring.ask(event, self.state.epoch, self._now)
             case MeasureProgressed():
                 yield from self.measuring.progressed(event, self.state.epoch, self._now)
             case MeasureFinished() | MeasureBroke() | MeasureCancelled():

@@ -61,8 +61,12 @@ def _memory_limits(cgroup: str, read: Read) -> Iterator[tuple[int, int]]:
     for folder in _folders(cgroup, "memory", ("/sys/fs/cgroup/memory",)):
         limit = _number(read(f"{folder}/memory.limit_in_bytes"))
         used = _number(read(f"{folder}/memory.usage_in_bytes"))
+        stat = read(f"{folder}/memory.stat") or ""
+        # The groups around a container's own may not be seen from inside it; their limits are told all the same.
+        around = _stat(stat, "hierarchical_memory_limit")
+        if limit is not None and around:
+            limit = min(limit, around)
         if limit is not None and used is not None and limit < UNLIMITED:
-            stat = read(f"{folder}/memory.stat") or ""
             cache = _stat(stat, "total_inactive_file") + _stat(stat, "total_active_file")
             yield limit, max(0, limit - max(0, used - cache))
     for folder in _folders(cgroup, "", ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")):

@@ -23,6 +23,7 @@ from potluck.wire.ids import Epoch
 from potluck.wire.messages import ErrorInfo, Measure, Measured, MeasureFailed, Probed, Progress
 
 PROGRESS_EVERY_S = 0.5
+SAY_EVERY_S = 5.0
 
 
 class Measuring:
@@ -37,14 +38,15 @@ class Measuring:
         """What `outcome` answers."""
         self.outcome: Measured | MeasureFailed | None = None
         self._told_s = float("-inf")
+        self._said_s = 0.0
 
-    def ask(self, event: MeasureAsked, epoch: Epoch) -> Iterator[Effect]:
+    def ask(self, event: MeasureAsked, epoch: Epoch, now: float) -> Iterator[Effect]:
         """Begins to measure, or answers at once."""
         if self.asked == event.message and self.outcome is not None:
             yield SendControl(self.outcome, epoch)
         elif self.under_way is None:
             self.number += 1
-            self.under_way, self._told_s = event.message, float("-inf")
+            self.under_way, self._told_s, self._said_s = event.message, float("-inf"), now
             yield Report("info", f"Measuring how fast this device is at {event.message.model.name}.")
             yield StartMeasure(self.number, event.message)
         elif self.under_way != event.message:
@@ -56,6 +58,9 @@ class Measuring:
             event.done >= event.total or now >= self._told_s + PROGRESS_EVERY_S
         ):
             self._told_s = now
+            if now >= self._said_s + SAY_EVERY_S and event.total > 1:
+                self._said_s = now
+                yield Report("info", f"Measuring: {100 * event.done // event.total} %.")
             yield SendControl(Progress(Phase(event.phase), event.done, event.total), epoch)
 
     def ended(

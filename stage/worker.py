@@ -17,6 +17,7 @@ from potluck.runtime.address import endpoint
 from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.transport import Dealer, Pull, Transport
 from potluck.stage.bench import Bench, BenchSettings
+from potluck.stage.bench_plan import times_gpu
 from potluck.stage.compute import ComputeLane, LaneJob, Spent, ThreadLane
 from potluck.stage.effects import (
     CancelLoad,
@@ -124,7 +125,7 @@ class StageWorker:
             settings.device,
             settings.engine,
             settings.threads,
-            gpu=bool(settings.capabilities.gpus),
+            gpu=times_gpu(settings.capabilities),
             capabilities=settings.capabilities,
         )
         self._measurer: Measurer = measure or Bench(make, models, bench)

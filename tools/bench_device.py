@@ -18,6 +18,7 @@ from potluck.model.facts import read_facts
 from potluck.model.paths import cache_dir
 from potluck.model.reference import reference
 from potluck.stage.bench import Bench, BenchSettings
+from potluck.stage.bench_plan import times_gpu
 from potluck.stage.capabilities import capabilities
 from potluck.stage.engines import make_engine
 from potluck.stage.holder import Models
@@ -66,7 +67,7 @@ def measure_device(
     facts = read_facts(model)
     can = capabilities(threads, Owner(), [model])
     settings = BenchSettings(
-        device=platform.node() or "device", threads=threads, gpu=bool(can.gpus), capabilities=can
+        device=platform.node() or "device", threads=threads, gpu=times_gpu(can), capabilities=can
     )
     models = Models({facts.fingerprint: model}, cache_dir())
     bench = Bench(lambda: make_engine("llama"), models, settings)

@@ -22,6 +22,8 @@ class Gpu(Body, frozen=True):
     """llama.cpp's name of the interface: CUDA, Metal, Vulkan, ..."""
     memory_bytes: Count = 0
     free_memory_bytes: Count = 0
+    shares_memory: bool = False
+    """Whether that is the machine's own memory, as integrated ones have it."""
 
 
 class Capabilities(Body, frozen=True):

@@ -188,7 +188,9 @@ def test_a_device_of_which_nothing_is_known_has_dashes_and_no_bar():
 
 
 def test_a_device_that_has_nothing_to_spare_says_that_and_no_share_of_it():
-    view = StateView(1, "toy", False, (StageView("a/1", "a", "spare", capabilities=Capabilities(offered_bytes=1)),))
+    view = StateView(
+        1, "toy", False, (StageView("a/1", "a", "spare", capabilities=Capabilities(offered_bytes=1)),)
+    )
     assert printed(80, *memory_view(view)).splitlines()[1].endswith("  0 B of none")
 
 

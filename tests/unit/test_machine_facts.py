@@ -145,6 +145,16 @@ def test_version_1_is_read_as_well_and_its_huge_number_is_no_limit():
     assert container(reader(files)) == Container(200_000_000, 110_000_000, 0.3)
 
 
+def test_the_limit_of_a_pod_around_a_container_counts_though_only_the_container_is_seen():
+    files = {
+        "/proc/self/cgroup": "4:memory:/kubepods/pod1/app\n",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "120000000\n",
+        "/sys/fs/cgroup/memory/memory.stat": "hierarchical_memory_limit 300000000\ntotal_active_file 20000000\n",
+    }
+    assert container(reader(files)) == Container(300_000_000, 200_000_000)
+
+
 @given(st.text(max_size=200), st.text(max_size=50))
 def test_whatever_stands_in_those_files_nothing_breaks(cgroup: str, number: str):
     container(lambda path: cgroup if path == "/proc/self/cgroup" else number)

@@ -27,6 +27,8 @@ from potluck.stage.bench_plan import (
     fill_tokens,
     full_rows,
     points_of,
+    room_for,
+    times_gpu,
     windows_of,
 )
 from potluck.stage.bench_rounds import CALL_S, Rounds
@@ -38,7 +40,7 @@ from potluck.stage.holder import NO_MODEL, Models
 from potluck.stage.kept_profiles import Setting, keep_profile, kept_profile, profile_path
 from potluck.stage.steady import LEAST_LONG_RUNS, LEAST_RUNS, MOST_RUNS, POINT_S, Series, paired
 from potluck.wire.errors import ModelError, Phase
-from potluck.wire.measures import Profile, Speed, Timing
+from potluck.wire.measures import Capabilities, Gpu, Profile, Speed, Timing
 from potluck.wire.messages import Measure, ModelRef, Span
 
 MEGABYTE = 1 << 20
@@ -131,6 +133,31 @@ def test_slices_of_a_file_of_mixed_types_have_blocks_of_its_average_size() -> No
 def test_a_device_with_little_memory_times_the_short_slice_only() -> None:
     windows = windows_of([200 * MEGABYTE] * 32, Rules("llama", 32), 100 * MEGABYTE, 600 * MEGABYTE)
     assert windows.deep == windows.short
+
+
+def test_timed_slices_leave_a_fifth_of_what_is_offered_and_have_no_bound_where_nothing_is_said() -> None:
+    assert room_for(Capabilities(offered_bytes=1000)) == 800
+    assert room_for(Capabilities()) == 0
+    assert room_for(Capabilities(offered_bytes=1)) == 1, "no room at all is not the same as no bound"
+
+
+def test_timed_slices_fit_the_memory_of_a_gpu_of_its_own_too() -> None:
+    gpus = (Gpu("RTX", "CUDA", 2000, 2000),)
+    assert room_for(Capabilities(offered_bytes=1000, gpus=gpus, offered_vram_bytes=500)) == 400
+    assert room_for(Capabilities(offered_bytes=1000, gpus=gpus, offered_vram_bytes=2000)) == 800
+
+
+def test_where_a_gpu_has_nearly_all_of_the_main_memory_slices_are_timed_in_the_whole_of_it() -> None:
+    gpus = (Gpu("M4", "Metal", 2000, 2000, shares_memory=True),)
+    assert room_for(Capabilities(offered_bytes=1, gpus=gpus, offered_vram_bytes=999)) == 800
+
+
+def test_a_gpu_of_which_its_owner_gives_nothing_is_not_timed() -> None:
+    gpus = (Gpu("RTX", "CUDA", 2000, 2000),)
+    assert not times_gpu(Capabilities(offered_bytes=1000, gpus=gpus))
+    assert room_for(Capabilities(offered_bytes=1000, gpus=gpus)) == 800
+    assert times_gpu(Capabilities(gpus=gpus, offered_vram_bytes=1))
+    assert not times_gpu(Capabilities())
 
 
 def test_a_count_of_layers_that_llama_would_mistake_is_not_timed() -> None:
