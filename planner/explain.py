@@ -231,18 +231,18 @@ class _Talk:
                     )
 
     def _avoided(self) -> Iterator[str]:
-        """The slowest link of a device in the plan that no chain goes over, if it is much slower than others."""
+        """The slowest link of a device in the plan that no chain goes over, if it is much slower than those in use."""
         problem, used = self.problem, self.beside.used
         gone = {(a[0], b[0]) for part in self.shared for a, b in pairwise(part.chain)}
         part = self.shared[0]
         send = problem.of_sizes(problem.sizes(part.users, max(2, len(part.chain)))).send
         finite = np.isfinite(send)
-        typical = float(np.median(send[finite])) if finite.any() else 0.0
+        typical = max((float(send[a, b]) for a, b in gone), default=0.0)
         slow = [
             (float(send[a, b]), a, b)
             for a in range(problem.count)
             for b in range(problem.count)
-            if finite[a, b] and (a, b) not in gone and used & {a, b} and send[a, b] > max(3 * typical, 0.001)
+            if finite[a, b] and (a, b) not in gone and used & {a, b} and send[a, b] > max(2 * typical, 0.001)
         ]
         if slow and len(part.chain) > 1:
             cost, a, b = max(slow, key=lambda found: (found[0], -found[1], -found[2]))

@@ -146,7 +146,9 @@ def test_ps_lists_the_stages_and_their_layers(exact: World) -> None:
     assert "serving; 0 running, 0 waiting, 16 slots of 512 tokens." in ended.out
     for index in range(3):
         assert re.search(rf"^stage-{index + 1} +ready +0\.{index} +\d+-\d+ ", ended.out, re.MULTILINE)
-        assert re.search(rf"^stage-{index + 1} +1 of \d+ +[\d.]+ (.B )?of [\d.]+ GB ", ended.out, re.MULTILINE)
+        assert re.search(
+            rf"^stage-{index + 1} +1 of \d+ +[\d.]+ (.B )?of [\d.]+ GB ", ended.out, re.MULTILINE
+        )
     memory = command("potluck", "ps", "-b", exact.address, "--memory").out
     assert re.search(r"^all 3 devices( +[\d.]+ .?B){3} +[\d.]+ (.B )?of [\d.]+ GB$", memory, re.MULTILINE)
     found = json.loads(command("potluck", "ps", "-b", exact.address, "--json").out)
