@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from potluck.model.architectures import rules_for
+from potluck.model.cache_size import cache_token_bytes
 from potluck.model.embeddings import Embeddings
 from potluck.model.facts import ModelFacts, read_facts
 from potluck.model.slices import SliceFiles, ensure_slice
@@ -36,6 +37,7 @@ from potluck.stage.bench_plan import (
     decode_rows,
     fill_tokens,
     full_rows,
+    offered_at_best,
     points_of,
     room_for,
     windows_of,
@@ -204,7 +206,9 @@ class _Run:
         cache_dir = bench._models.cache_dir
         rules = rules_for(facts, allow_unlisted=is_verified(cache_dir, facts))
         room = room_for(self._settings.capabilities)
-        self._windows: Windows = windows_of(facts.block_bytes, rules, facts.head_bytes, room)
+        cache = message.slots * message.context_tokens * cache_token_bytes(facts) // facts.layers
+        self._windows: Windows = windows_of(facts.block_bytes, rules, facts.head_bytes, room, cache)
+        self._refuse_without_room(self._windows.short, cache)
         self._parts = [part for part in Part if part is not Part.LAST or self._windows.last is not None]
         self._files = {
             part: ensure_slice(source, facts, window.first, window.end, folder, allow_unlisted=True)
@@ -216,6 +220,20 @@ class _Run:
         self._done = 0
         points = len(list(points_of(self._windows, message.slots, message.batch_tokens, 1)))
         self._total = (1 + self._settings.gpu) * (2 * _LOADS + LEAST_RUNS * points)
+
+    def _refuse_without_room(self, least: Window, cache_bytes: int) -> None:
+        """Timing more than is offered would bring the device to a standstill, and end in no layers for it."""
+        can = self._settings.capabilities
+        need, most = least.bytes + least.layers * cache_bytes, offered_at_best(can)
+        if 0 < most < need:
+            raise OutOfMemoryError(
+                f"{least.layers} of {self._facts.layers} layers need {need / 1e6:.0f} MB with the caches of "
+                f"{self._message.slots} slots, {most / 1e6:.0f} MB are offered here.",
+                hint="Give the device more memory, or serve fewer slots or a shorter context.",
+                phase=Phase.MEASURE,
+                needed_bytes=need,
+                free_bytes=most,
+            )
 
     def profile(self) -> Profile | None:
         cpu = self._measured(gpu=False)

@@ -55,6 +55,18 @@ def room_for(can: Capabilities) -> int:
     return max(1, round(ROOM_SHARE * (min(main, can.offered_vram_bytes) if alone else main)))
 
 
+def offered_at_best(can: Capabilities) -> int:
+    """What one processor of the device could have for layers at best; 0 where it does not say what it offers."""
+    if not can.offered_bytes:
+        return 0
+    shared = any(gpu.shares_memory for gpu in can.gpus)
+    return (
+        can.offered_bytes + can.offered_vram_bytes
+        if shared
+        else max(can.offered_bytes, can.offered_vram_bytes)
+    )
+
+
 def times_gpu(can: Capabilities) -> bool:
     """Whether there is a GPU to be timed: not where its owner gives none of its memory."""
     return bool(can.gpus) and can.offered_vram_bytes > 0
@@ -114,8 +126,14 @@ class Point:
     """Whether the sequences hold tokens already."""
 
 
-def windows_of(block_bytes: Sequence[int], rules: Rules, head_bytes: int, most_bytes: int = 0) -> Windows:
-    """The slices to time, all of them together at most `most_bytes` if that can be (0: without a limit)."""
+def windows_of(
+    block_bytes: Sequence[int], rules: Rules, head_bytes: int, most_bytes: int = 0, cache_bytes: int = 0
+) -> Windows:
+    """The slices to time, all of them together at most `most_bytes` if that can be (0: without a limit).
+
+    Each counts with `cache_bytes` per layer, the KV cache of all slots at full context: it is held so once, to see what
+    it takes. Where not even the shortest fit, those are the slices.
+    """
     layers, total = len(block_bytes), sum(block_bytes)
     before = (0, *accumulate(block_bytes))
     cuts = rules.cuts()
@@ -136,17 +154,26 @@ def windows_of(block_bytes: Sequence[int], rules: Rules, head_bytes: int, most_b
     # A stage that ends in the head has no callback at its nodes, so its layers are a little cheaper: with some of them
     # beside the head, what is said of the head is right for stages of common sizes.
     least = min(head_bytes, total // 2) // 2
-    last = next((window for window in lasts if window.bytes >= least), lasts[-1])
+    enough = next((index for index, window in enumerate(lasts) if window.bytes >= least), len(lasts) - 1)
     inner = [
         window
         for index, first in enumerate(cuts)
         for window in windows([first], cuts[index + 1 : index + 1 + MOST_UNITS])
     ] or windows([0], cuts)
+
+    def need(window: Window) -> int:
+        return window.bytes + window.layers * cache_bytes if most_bytes else window.bytes
+
+    room = most_bytes - head_bytes if most_bytes else 2 * total
+    beside = min(map(need, inner), default=0)
+    last = next((w for w in lasts[enough::-1] if need(w) + beside <= room), lasts[0])
     if not inner:  # only slices that reach the end are allowed
         return Windows(last, last, last)
-    room = most_bytes - last.bytes - head_bytes if most_bytes else total
-    short = _choose(inner, total, layers, min(SHORT_BYTES, total // 4))
-    deeper = [w for w in inner if w.layers >= 2 * short.layers and w.bytes + short.bytes <= room]
+    room = room - need(last) if most_bytes else total
+    fewest = min(window.layers for window in inner)
+    fitting = [w for w in inner if need(w) <= room] or [w for w in inner if w.layers == fewest]
+    short = _choose(fitting, total, layers, min(SHORT_BYTES, total // 4))
+    deeper = [w for w in inner if w.layers >= 2 * short.layers and need(w) + need(short) <= room]
     deep = _choose(deeper, total, layers, min(DEEP_BYTES, total // 2)) if deeper else short
     return Windows(deep, short, last)
 
@@ -253,6 +280,7 @@ __all__ = [
     "decode_rows",
     "fill_tokens",
     "full_rows",
+    "offered_at_best",
     "points_of",
     "windows_of",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from potluck.model.cache_size import cache_token_bytes
 from potluck.model.facts import EMBEDDINGS, ModelFacts
 from potluck.stage.capabilities import free_memory_bytes
 from potluck.stage.engine import LoadSpec
@@ -97,12 +98,7 @@ def check_room(spec: LoadSpec, facts: ModelFacts, exactness: Exactness) -> None:
     llama.cpp would be promised it by the system and killed when it fills it. A GPU refuses by itself.
     """
     cells = _cells(spec, exactness) * spec.slots
-    heads = _per_layer(facts, "attention.head_count_kv") or _per_layer(facts, "attention.head_count")
-    lengths = [facts.of_architecture(f"attention.{part}_length") for part in ("key", "value")]
-    query_heads = _per_layer(facts, "attention.head_count")
-    usual = facts.width // max(query_heads[0], 1) if query_heads else 0
-    row_bytes = 2 * sum(length if isinstance(length, int) else usual for length in lengths)
-    need = cells * row_bytes * sum(heads)
+    need = cells * cache_token_bytes(facts)
     free = free_memory_bytes()
     if cells >= 1 << 32 or (need > free and spec.gpu_layers == 0):
         raise OutOfMemoryError(
@@ -113,13 +109,6 @@ def check_room(spec: LoadSpec, facts: ModelFacts, exactness: Exactness) -> None:
             needed_bytes=need,
             free_bytes=free,
         )
-
-
-def _per_layer(facts: ModelFacts, key: str) -> list[int]:
-    """One number per layer, from a number or a list; empty if the file does not say."""
-    value = facts.of_architecture(key)
-    values = value if isinstance(value, tuple) else (value,) * facts.layers
-    return [number for number in values if isinstance(number, int)]
 
 
 def make_context(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from potluck.model.cache_size import cache_token_bytes
 from potluck.model.facts import read_facts
 from potluck.model.slices import ensure_slice
 from potluck.stage.engine import LoadSpec, Work
@@ -260,6 +261,7 @@ def test_loading_says_what_it_took(model: Path) -> None:
     assert loaded.weights_bytes == sum(tensor.bytes for tensor in facts.tensors.values())
     # Keys and values of 2 heads of 16 numbers of 2 bytes, in 512 cells (300 rounded up to a multiple of 256).
     assert loaded.kv_bytes == pytest.approx(SLOTS * 512 * LAYERS * 2 * 2 * 16 * 2, abs=1 << 14)
+    assert loaded.kv_bytes == pytest.approx(SLOTS * 512 * cache_token_bytes(facts), abs=1 << 14)
     assert loaded.compute_bytes > 0
     engine.close()
 

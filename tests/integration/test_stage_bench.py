@@ -18,7 +18,7 @@ from potluck.stage.holder import Models
 from potluck.stage.kept_profiles import profile_path
 from potluck.tools.cli import main as potluck
 from potluck.wire.errors import OutOfMemoryError, Phase
-from potluck.wire.measures import Profile
+from potluck.wire.measures import Capabilities, Profile
 from potluck.wire.messages import Measure
 from tiny_models import write_tiny
 
@@ -152,6 +152,16 @@ def test_a_context_that_no_layer_has_room_for_is_an_error_of_measuring(tmp_path:
     with pytest.raises(OutOfMemoryError, match="KV cache") as caught:
         measured.bench(measured.message(256, 1 << 20), lambda: True, lambda *_: None)
     assert caught.value.phase is Phase.MEASURE
+
+
+def test_a_device_that_offers_no_room_for_one_layer_is_not_brought_to_a_standstill(tmp_path: Path) -> None:
+    measured = Measured(tmp_path)
+    models = Models({measured.facts.fingerprint: measured.source}, measured.cache)
+    full = Bench(LlamaEngine, models, BenchSettings("full", capabilities=Capabilities(offered_bytes=1)))
+    with pytest.raises(OutOfMemoryError, match="0 MB are offered here") as caught:
+        full(measured.message(), lambda: True, lambda *_: None)
+    assert caught.value.phase is Phase.MEASURE
+    assert list(measured.cache.glob("bench-*")) == []
 
 
 def test_the_command_prints_the_profile_and_where_it_is_kept(

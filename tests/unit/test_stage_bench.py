@@ -26,6 +26,7 @@ from potluck.stage.bench_plan import (
     decode_rows,
     fill_tokens,
     full_rows,
+    offered_at_best,
     points_of,
     room_for,
     times_gpu,
@@ -133,6 +134,31 @@ def test_slices_of_a_file_of_mixed_types_have_blocks_of_its_average_size() -> No
 def test_a_device_with_little_memory_times_the_short_slice_only() -> None:
     windows = windows_of([200 * MEGABYTE] * 32, Rules("llama", 32), 100 * MEGABYTE, 600 * MEGABYTE)
     assert windows.deep == windows.short
+
+
+def test_slices_are_so_short_that_their_caches_fit_too() -> None:
+    blocks, head, cache = [2 * MEGABYTE] * 30, 28 * MEGABYTE, 12 * MEGABYTE
+    for most in (120, 200, 400):
+        windows = windows_of(blocks, Rules("llama", 30), head, most * MEGABYTE, cache)
+        assert windows.last is not None
+        parts = {windows.deep, windows.short, windows.last}
+        assert sum(part.bytes + part.layers * cache for part in parts) + head <= most * MEGABYTE
+    wide = windows_of(blocks, Rules("llama", 30), head, 1000 * MEGABYTE, cache)
+    assert wide == windows_of(blocks, Rules("llama", 30), head)
+
+
+def test_a_device_that_has_room_for_no_slice_tries_the_shortest() -> None:
+    windows = windows_of([2 * MEGABYTE] * 30, Rules("llama", 30), 28 * MEGABYTE, 1, 12 * MEGABYTE)
+    assert windows.last is not None
+    assert [part.layers for part in (windows.deep, windows.short, windows.last)] == [1, 1, 1]
+
+
+def test_a_device_could_have_either_memory_for_layers_or_the_one_that_both_processors_share() -> None:
+    own, shared = (Gpu("x", "y", 2000, 2000, shares_memory=shares) for shares in (False, True))
+    assert offered_at_best(Capabilities()) == 0
+    assert offered_at_best(Capabilities(offered_bytes=1)) == 1
+    assert offered_at_best(Capabilities(offered_bytes=1, gpus=(own,), offered_vram_bytes=999)) == 999
+    assert offered_at_best(Capabilities(offered_bytes=400, gpus=(shared,), offered_vram_bytes=600)) == 1000
 
 
 def test_timed_slices_leave_a_fifth_of_what_is_offered_and_have_no_bound_where_nothing_is_said() -> None:
