@@ -140,7 +140,7 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
             stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
     yield Report("warning", f"Chain {chain.chain} is broken: {event.error.what}")
     yield from plans.close(core, chain, event.cause, event.error.what)
-    core.ask_for_plan(core.settle_s)
+    core.ask_for_plan(0.0)
     for name in sorted(hit):
         request = core.state.requests.get(name)
         if request is not None and event.batch >= request.born:

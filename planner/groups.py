@@ -318,6 +318,7 @@ class _Search:
             mine = sorted(
                 [*mine, *spare[: len(mine) + 1]], key=lambda device: (self._most_layers[device], device)
             )
+            spare = [device for device in spare if device not in mine]
         if spare and dice.below(3) == 0:
             halves = (mine, [spare[dice.below(len(spare))]])
         else:

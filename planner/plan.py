@@ -149,6 +149,12 @@ class Plan:
     forecast: Forecast | None = None
     """What is predicted; None where no speed is known."""
 
+    def __post_init__(self) -> None:
+        """A device computes for one chain. Raises ValueError for a stage that is in two."""
+        stages = [place.stage for chain in self.chains for place in chain.stages]
+        if len(set(stages)) < len(stages):
+            raise ValueError(f"Stages are in more than one place: {sorted(stages)}.")
+
 
 class Planner(Protocol):
     """Turns what is known of devices and model into a plan."""
