@@ -146,7 +146,7 @@ def households(
 DEMANDS = st.builds(
     Demand,
     users=st.integers(1, 6),
-    slots=st.integers(6, 8),
+    slots=st.integers(1, 4),
     context_tokens=st.just(2048),
     held_tokens=st.just(100),
 )

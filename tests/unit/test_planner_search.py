@@ -18,6 +18,7 @@ from potluck.planner.measured import MeasuredPlanner
 from potluck.planner.plan import Candidate, Demand, ModelShape, Network
 from potluck.planner.problem import Problem
 from potluck.planner.search import search_chain, search_one
+from potluck.wire.errors import PlanError
 
 CLOSE = 0.95
 LAYERS = 126
@@ -112,6 +113,28 @@ def test_a_fast_group_among_many_slow_devices_is_found(users: int) -> None:
         assert trip_s(problem) <= few.round_s(chain, 1) / CLOSE
     else:
         assert rate(problem, search_chains(problem)) >= CLOSE * rate(few, best_chains(few).shared)
+
+
+@pytest.mark.parametrize("users", [1, 6])
+@pytest.mark.parametrize("roomy", range(12))
+def test_where_all_memory_is_needed_the_device_with_room_for_the_head_is_the_last(
+    roomy: int, users: int
+) -> None:
+    # 40 MB are room for 3 layers and buffers, not for the head, too; only one device has that as well.
+    household = [
+        device(f"d{index:02d}", 0.001 * (1 + 5 * index % 7), memory_mb=40 if index == roomy else 33)
+        for index in range(12)
+    ]
+    plan = MeasuredPlanner(Demand(users=users))(model(36), household, network(household))
+    (chain,) = plan.chains
+    assert len(chain.stages) == 12
+    assert chain.stages[-1].device == household[roomy].device
+
+
+def test_many_devices_that_are_too_few_are_counted_and_not_named() -> None:
+    household = alike(20, 0.005, memory_mb=33)
+    with pytest.raises(PlanError, match="20 devices offer 660 MB"):
+        MeasuredPlanner(Demand())(model(LAYERS), household, network(household))
 
 
 # ---- where the exact planner finds it
