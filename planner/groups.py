@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from potluck.planner.exact import Shared
-from potluck.planner.problem import Problem
+from potluck.planner.problem import Chain, Problem
 from potluck.planner.search import FEWER, Found, Orders, search_one, shorter
 
 WORK = 40
@@ -39,7 +39,7 @@ def search_chains(problem: Problem, work: int | None = None) -> list[Shared]:
     plans = [plan for count in search.counts() for plan in search.dealt(count)]
     one = search_one(problem, min(problem.demand.users, problem.demand.slots), 20)
     if one is not None:
-        plans.append({frozenset(device for device, _, _ in one): search.served(1)})
+        plans.append(search.of_chain(one))
     plans.append(search.replicas())
     of_counts: dict[int, Plan] = {}
     for plan in plans:
@@ -152,6 +152,13 @@ class _Search:
         return [int(cost.room[0].sum()) for cost in self._problem.costs]
 
     # ---- figures
+
+    def of_chain(self, chain: Chain) -> Plan:
+        """One chain that was found elsewhere, perhaps in an order that is not tried here."""
+        users = self.served(1)
+        group = frozenset(device for device, _, _ in chain)
+        self._found[group, users] = Found(chain, self._problem.round_s(chain, users))
+        return {group: users}
 
     def chain(self, group: Group, users: int) -> Found | None:
         """A good chain over some devices of a group."""

@@ -137,3 +137,12 @@ class Tables:
         self.link_busy: Floats = np.where(
             np.isfinite(one_way), per_byte * send_bytes(problem.model, problem.demand, sum(sizes)), np.inf
         )
+
+    def within(self, limit: float, devices: Sequence[int] | None = None) -> tuple[list[Floats], Floats]:
+        """`largest` and `send` of some devices, or all, infinite where that keeps something busy beyond the limit."""
+        wanted = range(len(self.largest)) if devices is None else devices
+        index = np.ix_(wanted, wanted)
+        if limit == np.inf:
+            return [self.largest[device] for device in wanted], self.send[index]
+        steps = [np.where(self.busy[device] <= limit, self.largest[device], np.inf) for device in wanted]
+        return steps, np.where(self.link_busy[index] <= limit, self.send[index], np.inf)

@@ -6,8 +6,9 @@ import numpy as np
 
 from potluck.planner.comparisons import good_plan, reachable
 from potluck.planner.cost import offered
+from potluck.planner.exact import MOST_DEVICES
 from potluck.planner.problem import Problem
-from potluck.planner.words import gb, listed
+from potluck.planner.words import NAMED, gb, listed
 from potluck.wire.errors import Phase, PlanError
 
 
@@ -24,11 +25,18 @@ def refusal(problem: Problem) -> PlanError:
         )
     need = need_bytes(problem)
     offers = [offered(candidate) for candidate in problem.candidates]
-    names = listed([str(candidate.device) for candidate in problem.candidates])
+    names = f"{problem.count} devices"
+    if problem.count <= NAMED:
+        names = listed([str(candidate.device) for candidate in problem.candidates])
     offer = "offers" if len(offers) == 1 else "offer"
+    exact = problem.count <= MOST_DEVICES
     if 0 in offers or need <= sum(offers):
+        # Beyond that many devices not every way to split is tried.
+        verdict = (
+            f"can't be split over {names}" if exact else f"is split over {names} by no way that was found"
+        )
         return PlanError(
-            f"{problem.model.name} can't be split over {names}: where it may be cut, the runs of layers do not fit.",
+            f"{problem.model.name} {verdict}: where it may be cut, the runs of layers do not fit.",
             hint="Give the devices more memory, use a shorter context or fewer slots, or add a device.",
             phase=Phase.PLAN,
             needed_bytes=need,

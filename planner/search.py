@@ -48,6 +48,10 @@ def search_one(problem: Problem, users: int, tries: int | None = None) -> Chain 
     best: Found | None = None
     for order in orders.starts(range(problem.count)):
         best = shorter(best, orders.best(order, users))
+    for order in orders.by_last() if best is None else ():
+        best = orders.best(order, users)
+        if best is not None:
+            break
     if best is None:
         return None
     used = {device for device, _, _ in best.chain}
@@ -87,6 +91,26 @@ class Orders:
         yield by_speed[::-1]
         for start in by_speed[:4]:
             yield self.nearest(by_speed, start)
+
+    def by_last(self) -> Iterator[list[int]]:
+        """Every device as the last one, which holds the head as well: where nearly all memory is needed, that matters.
+
+        Nothing if the longest runs of all devices together are shorter than the model.
+        """
+        if self.room.sum() < self._problem.model.layers:
+            return
+        by_room = sorted(self.by_speed, key=lambda device: -self.room[device])
+        for others in (self.by_speed, by_room, by_room[::-1]):
+            for last in by_room:
+                yield [*(device for device in others if device != last), last]
+
+    @cached_property
+    def room(self) -> Ints:
+        """int64[devices]: layers of the longest run that each can hold."""
+        layers = np.array(self._problem.positions)
+        spans = np.maximum(layers[None, :] - layers[:, None], 0)
+        tables = self._problem.of_sizes((1,)).largest
+        return np.array([np.where(np.isfinite(table), spans, 0).max() for table in tables], np.int64)
 
     def nearest(self, by_speed: Sequence[int], start: int) -> list[int]:
         """From one device to the one that is reached soonest, and so on; the fastest of those alike."""
@@ -216,11 +240,17 @@ class _Ordered:
             at, end = int(np.argmin(came)), start
 
 
-def fixed_order(problem: Problem, order: Sequence[int], users: int) -> Chain | None:
-    """The best chain of exactly these devices in this order, by its trip for one user and its bottleneck for more."""
+def fixed_order(
+    problem: Problem, order: Sequence[int], users: int, steps: Sequence[Floats] | None = None
+) -> Chain | None:
+    """The best chain of exactly these devices in this order, by its trip for one user and its bottleneck for more.
+
+    `steps`: per device float64[positions, positions] that takes the place of what its layers cost.
+    """
     tables = problem.of_sizes(batch_rows(users, len(order)))
     by_trip = users == 1
-    steps = tables.largest if by_trip else tables.busy
+    if steps is None:
+        steps = tables.largest if by_trip else tables.busy
     links = tables.send if by_trip else tables.link_busy
     join = np.add if by_trip else np.maximum
     values = [steps[order[0]][0]]

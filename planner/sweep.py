@@ -21,9 +21,16 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
-_CHUNK = 8
-"""Sets at a time: their intermediate results stay in the processor's cache."""
+_CACHED = 1 << 16
+"""Numbers of an intermediate result that stay in the processor's cache."""
+_BLOCK = 32
+"""Ends of layers at a time where memory allows short runs only: from starts that none of them can have, nothing is
+computed.
+"""
+_NARROW = 0.55
+"""Blocks that have more than this share of all starts and ends are slower than one of everything."""
 
 Join = Literal["sum", "max"]
 _JOINS = {"sum": np.add, "max": np.maximum}
@@ -32,7 +39,7 @@ _JOINS = {"sum": np.add, "max": np.maximum}
 @dataclass(frozen=True)
 class Sweep:
     """`steps`: per device float64[positions, positions], from start to end. `links` float64[devices, devices], `first`
-    and `last` float64[devices]: what it costs to begin and to end there.
+    and `last` float64[devices]: what it costs to begin and to end there. Values above `cap` may be given as infinite.
     """
 
     join: Join
@@ -40,29 +47,51 @@ class Sweep:
     links: Floats
     first: Floats
     last: Floats
+    cap: float = np.inf
 
-    def run(self, most: int) -> Floats:
-        """float64[sets, devices, positions]: the best values of all sets of up to `most` devices."""
+    def run(self, most: int, wanted: Bools | None = None) -> Floats:
+        """float64[sets, devices, positions]: the best values of all sets of up to `most` devices.
+
+        `wanted` bool[sets]: the only ones that are computed. With a set its subsets have to be wanted.
+        """
         count, positions = len(self.steps), len(self.steps[0])
         join = _JOINS[self.join]
         value = np.full((1 << count, count, positions), np.inf)
         masks = np.arange(1 << count)
         sizes = np.array([mask.bit_count() for mask in range(1 << count)])
+        if wanted is not None:
+            sizes[~wanted] = 0
+        blocks = [_blocks(step) for step in self.steps]
+        highest = self.cap - self._still()
         for size in range(1, most + 1):
+            of_size = masks[sizes == size]
             for device in range(count):
-                sets = masks[(sizes == size) & ((masks >> device) & 1 == 1)]
+                sets = of_size[(of_size >> device) & 1 == 1]
                 if size == 1:
-                    value[1 << device, device] = join(self.first[device], self.steps[device][0])
+                    if len(sets):
+                        value[1 << device, device] = join(self.first[device], self.steps[device][0])
                     continue
                 before = join(value[sets ^ (1 << device)], self.links[:, device][None, :, None]).min(axis=1)
-                useful = np.isfinite(before).any(axis=1)
+                useful = (before < highest).any(axis=1)
                 sets, before = sets[useful], before[useful]
-                for at in range(0, len(sets), _CHUNK):
-                    chunk = before[at : at + _CHUNK]
-                    value[sets[at : at + _CHUNK], device] = join(
-                        chunk[:, :, None], self.steps[device][None, :, :]
-                    ).min(axis=1)
+                for low, high, start, end in blocks[device] if len(sets) else ():
+                    step = self.steps[device][None, low:high, start:end]
+                    chunk = max(1, _CACHED // step.size)
+                    for at in range(0, len(sets), chunk):
+                        value[sets[at : at + chunk], device, start:end] = join(
+                            before[at : at + chunk, low:high, None], step
+                        ).min(axis=1)
         return value
+
+    def _still(self) -> Floats:
+        """float64[positions]: the least that the layers from there on take, whoever computes them."""
+        positions = len(self.steps[0])
+        still = np.zeros(positions)
+        if self.cap < np.inf and self.join == "sum":
+            least = np.minimum.reduce(list(self.steps))
+            for start in range(positions - 2, -1, -1):
+                still[start] = (least[start, start + 1 :] + still[start + 1 :]).min()
+        return still * (1.0 - 1e-9) - self.cap * 1e-9 if self.cap < np.inf else still
 
     def ends(self, value: Floats) -> Floats:
         """float64[sets, devices]: the value of the whole model, the broker's leg included."""
@@ -87,3 +116,15 @@ class Sweep:
             start = int(np.argmin(join(before.min(axis=0), self.steps[device][:, end])))
             stages.append((device, start, end))
             device, end = int(np.argmin(before[:, start])), start
+
+
+def _blocks(step: Floats) -> list[tuple[int, int, int, int]]:
+    """Blocks of ends, with the starts that any of them can have: first start, end of starts, first end, end of ends."""
+    blocks = []
+    positions = len(step)
+    for at in range(0, positions, _BLOCK):
+        starts = np.flatnonzero(np.isfinite(step[:, at : at + _BLOCK]).any(axis=1))
+        if len(starts):
+            blocks.append((int(starts[0]), int(starts[-1]) + 1, at, min(at + _BLOCK, positions)))
+    area = sum((high - low) * (end - start) for low, high, start, end in blocks)
+    return blocks if area < _NARROW * positions**2 else [(0, positions, 0, positions)]

@@ -255,6 +255,19 @@ def test_request_whose_batches_break_again_and_again_fails_and_the_others_go_on(
     ends_well(world, good)
 
 
+def test_chain_that_a_micro_batch_broke_is_planned_anew_at_once() -> None:
+    world = CoreWorld(BrokerConfig(settle_s=60.0))
+    world.join("a")
+    world.join("b")
+    world.wait(61)
+    world.settle()
+    ask(world, "r", limit=3)
+    flight = next(iter(world.core.state.chains[ChainId(0)].in_flight.values()))
+    epoch = world.core.state.epoch
+    world.feed(BatchBroke(cause="a", epoch=epoch, batch=flight.batch, error=EngineError("It broke.")))
+    assert world.core.state.epoch == epoch + 1
+
+
 def test_micro_batch_that_never_comes_back_breaks_the_chain_and_its_requests_go_on_in_a_new_epoch() -> None:
     world = CoreWorld(BrokerConfig(batch_timeout_s=5.0, settle_s=0.0))
     world.start("a", "b")

@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 from brute import Brute
 from planner_world import DEMANDS, MB, device, households, model, network, speed
 from potluck.planner.cost import StageCost
+from potluck.planner.exact import best_chains
+from potluck.planner.groups import search_chains
 from potluck.planner.measured import MeasuredPlanner, forecast
 from potluck.planner.plan import Candidate, Demand, ModelShape, Network, Plan
+from potluck.planner.problem import Problem
 from potluck.wire.errors import PlanError
 from potluck.wire.measures import Speed
 
 Household = tuple[ModelShape, list[Candidate], Network]
+SCARCE = st.builds(
+    Demand,
+    users=st.integers(2, 6),
+    slots=st.integers(1, 3),
+    context_tokens=st.just(2048),
+    held_tokens=st.just(100),
+)
+"""Often more users than one chain, or all of them, have slots for."""
 
 
 def plan_of(household: Household, demand: Demand) -> Plan | None:
@@ -58,6 +69,54 @@ def test_five_devices_and_up_to_twelve_layers_are_planned_as_well(household: Hou
     best = Brute(*household, demand).best()
     mine = figure(plan_of(household, demand), demand)
     assert mine == (None if best is None else pytest.approx(best, rel=1e-6))
+
+
+@given(households(4, 7), SCARCE)
+def test_with_fewer_slots_than_users_the_plan_is_as_good_as_the_best_of_all(
+    household: Household, demand: Demand
+):
+    best = Brute(*household, demand).best()
+    mine = figure(plan_of(household, demand), demand)
+    assert mine == (None if best is None else pytest.approx(best, rel=1e-6))
+
+
+@given(households(4), SCARCE, st.data())
+def test_one_more_device_is_never_worse_where_slots_are_short(
+    household: Household, demand: Demand, data: st.DataObject
+):
+    shape, candidates, links = household
+    fewer = candidates[:]
+    fewer.pop(data.draw(st.integers(0, len(candidates) - 1)))
+    before = figure(plan_of((shape, fewer, links), demand), demand) if fewer else None
+    assert at_least_as_good(figure(plan_of(household, demand), demand), before, demand)
+
+
+@pytest.mark.parametrize("users", [3, 10])
+@pytest.mark.parametrize("memory_mb", [0, 60])
+def test_ten_devices_are_planned_to_the_end(users: int, memory_mb: float):
+    # Figures without a pattern: many sets are nearly as good as one another, and none may be left open.
+    candidates = [
+        device(
+            f"d{n}",
+            0.001 * (1 + (7 * n % 10)),
+            row_s=0.0002 * (1 + (3 * n % 10)),
+            memory_mb=memory_mb * (0.6 + 0.1 * (9 * n % 10)),
+        )
+        for n in range(10)
+    ]
+    special = {
+        (a.device, b.device): (0.0003 * (1 + (i * j) % 9), (100.0, 300.0, 1000.0)[(i + 2 * j) % 3])
+        for i, a in enumerate(candidates, 1)
+        for j, b in enumerate(candidates, 1)
+    }
+    problem = Problem(model(20), candidates, network(candidates, special=special), Demand(users=users))
+    alone, helped = best_chains(problem), best_chains(problem, search_chains(problem))
+    rates = [
+        sum(part.users / problem.round_s(part.chain, part.users) for part in best.shared)
+        for best in (alone, helped)
+    ]
+    assert (alone.gap, helped.gap) == (0.0, 0.0)
+    assert rates[0] == pytest.approx(rates[1], rel=1e-8)
 
 
 @given(households(), DEMANDS)

@@ -15,9 +15,11 @@ from planner_world import device, model, network
 from potluck.planner.exact import Shared, best_chain, best_chains
 from potluck.planner.groups import search_chains
 from potluck.planner.measured import MeasuredPlanner
-from potluck.planner.plan import Candidate, Demand, ModelShape, Network
+from potluck.planner.plan import Candidate, ChainPlan, Demand, ModelShape, Network, Plan, StagePlan
 from potluck.planner.problem import Problem
 from potluck.planner.search import search_chain, search_one
+from potluck.wire.errors import PlanError
+from potluck.wire.ids import DeviceName, StageId
 
 CLOSE = 0.95
 LAYERS = 126
@@ -114,6 +116,28 @@ def test_a_fast_group_among_many_slow_devices_is_found(users: int) -> None:
         assert rate(problem, search_chains(problem)) >= CLOSE * rate(few, best_chains(few).shared)
 
 
+@pytest.mark.parametrize("users", [1, 6])
+@pytest.mark.parametrize("roomy", range(12))
+def test_where_all_memory_is_needed_the_device_with_room_for_the_head_is_the_last(
+    roomy: int, users: int
+) -> None:
+    # 40 MB are room for 3 layers and buffers, not for the head, too; only one device has that as well.
+    household = [
+        device(f"d{index:02d}", 0.001 * (1 + 5 * index % 7), memory_mb=40 if index == roomy else 33)
+        for index in range(12)
+    ]
+    plan = MeasuredPlanner(Demand(users=users))(model(36), household, network(household))
+    (chain,) = plan.chains
+    assert len(chain.stages) == 12
+    assert chain.stages[-1].device == household[roomy].device
+
+
+def test_many_devices_that_are_too_few_are_counted_and_not_named() -> None:
+    household = alike(20, 0.005, memory_mb=33)
+    with pytest.raises(PlanError, match="20 devices offer 660 MB"):
+        MeasuredPlanner(Demand())(model(LAYERS), household, network(household))
+
+
 # ---- where the exact planner finds it
 
 
@@ -157,3 +181,16 @@ def test_the_same_question_gets_the_same_answer() -> None:
     shape, household, links = mixed(20, 40, seed=5, memory_mb=200)
     plans = [MeasuredPlanner(Demand(users=8))(shape, way, links) for way in (household, household[::-1])]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(("count", "seed"), [(3, 22), (4, 0), (4, 38), (5, 35), (5, 1)])
+def test_search_over_few_devices_and_few_slots_puts_none_of_them_in_two_chains(count: int, seed: int) -> None:
+    demand = Demand(users=6, slots=3, context_tokens=2048, held_tokens=100)
+    problem = Problem(*mixed(count, 8, seed), demand)
+    assert rate(problem, search_chains(problem)) > 0
+
+
+def test_plan_that_has_a_stage_in_two_chains_is_refused() -> None:
+    chain = ChainPlan((StagePlan(StageId("a/1"), DeviceName("a"), 0, 8),), 8)
+    with pytest.raises(ValueError, match="more than one place"):
+        Plan((chain, chain))
