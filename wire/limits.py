@@ -34,6 +34,10 @@ SLOTS = 1_024
 STAGES = 256
 LAYERS = 4_096
 USERS = 65_536
+SLICES = 64
+"""Slices that one stage is asked to hold besides what it serves."""
+JOBS = 1_000
+"""Jobs in one answer."""
 
 NAME_CHARS = 128
 TEXT_CHARS = 16_384

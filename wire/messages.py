@@ -99,6 +99,31 @@ class StageCounters(Body, frozen=True):
     refused_frames: Count = 0
 
 
+class Slice(Body, frozen=True):
+    """What a stage can hold loaded: layers [first, end) of a model, with room for these slots. Equal slices are one."""
+
+    model: ModelRef
+    first: Layer
+    end: Layer
+    slots: Annotated[int, Meta(ge=1, le=limits.SLOTS)]
+    context_tokens: Annotated[int, Meta(ge=1, le=limits.PROMPT_TOKENS)]
+    """Tokens that one slot can hold."""
+    batch_tokens: Annotated[int, Meta(ge=1, le=limits.BATCH_TOKENS)]
+    exact: bool = False
+    gpu_layers: Layer = 0
+    """Of the layers, the last ones, for the GPU."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether a stage with it looks tokens up."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether a stage with it samples."""
+        return self.end == self.model.layers
+
+
 # ---- to the broker, from a stage (control)
 
 
@@ -164,9 +189,43 @@ class Probed(Body, frozen=True):
 
 
 class Goodbye(Body, frozen=True):
-    """The stage leaves on purpose."""
+    """The stage leaves on purpose, now."""
 
     reason: Text = ""
+
+
+class Leave(Body, frozen=True):
+    """The stage wants to leave, and serves until the answer, Farewell, has come."""
+
+    reason: Text = ""
+
+
+class Prepared(Body, frozen=True):
+    """The stage holds a slice of the Prepare of this number."""
+
+    number: Count
+    index: Annotated[int, Meta(ge=0, lt=limits.SLICES)]
+    """Of the slice, in that Prepare."""
+    load_s: Seconds
+    """0 if it was held already."""
+    weights_bytes: Count
+    kv_bytes: Count = 0
+    compute_bytes: Count = 0
+
+
+class PrepareFailed(Body, frozen=True):
+    """The stage could not load a slice of the Prepare of this number; it goes on with the next."""
+
+    number: Count
+    index: Annotated[int, Meta(ge=0, lt=limits.SLICES)]
+    error: ErrorInfo
+
+
+class Obituary(Body, frozen=True):
+    """What a stage died of, from the witness that the stage left on its machine for that."""
+
+    stage: Name
+    error: ErrorInfo
 
 
 # ---- to a stage, from the broker (control)
@@ -209,6 +268,14 @@ class Assign(Body, frozen=True):
     """Of the layers, the last ones, for the GPU."""
 
     @property
+    def slice(self) -> Slice:
+        """What the stage has to hold for it."""
+        return Slice(
+            self.model, self.first, self.end, self.slots, self.context_tokens, self.batch_tokens, self.exact,
+            self.gpu_layers,
+        )  # fmt: skip
+
+    @property
     def is_first(self) -> bool:
         """Whether this stage looks tokens up."""
         return self.index == 0
@@ -221,6 +288,23 @@ class Assign(Body, frozen=True):
 
 class Release(Body, frozen=True):
     """The stage is not part of the epoch in the header: it may keep its weights, but serves nothing."""
+
+
+class Prepare(Body, frozen=True):
+    """Hold these slices loaded besides what is assigned, in this order, and close every other one.
+
+    Each is answered with Prepared or PrepareFailed. A later Prepare replaces this one.
+    """
+
+    number: Count
+    """Grows with every Prepare of a broker."""
+    slices: Annotated[tuple[Slice, ...], Meta(max_length=limits.SLICES)] = ()
+
+
+class Farewell(Body, frozen=True):
+    """The stage may leave: nothing is left for it to do, or nobody can take that over."""
+
+    text: Text = ""
 
 
 class Measure(Body, frozen=True):
@@ -280,6 +364,41 @@ class Cancel(Body, frozen=True):
     """The client no longer wants this request."""
 
     request: Name
+
+
+class SubmitJob(Body, frozen=True):
+    """One prompt whose answer is kept until it is fetched, also over a restart of the broker. Answered with JobView.
+
+    The request's name is not looked at: `key` names the job, and a key that is known gives the job it named.
+    """
+
+    key: Name
+    request: Submit
+
+
+class JobQuery(Body, frozen=True):
+    """Asks for one job. Answered with JobView, or Refused."""
+
+    key: Name
+
+
+class JobsQuery(Body, frozen=True):
+    """Asks for the newest jobs. Answered with JobsView."""
+
+    most: Annotated[int, Meta(ge=1, le=limits.JOBS)] = 100
+
+
+class ForgetJob(Body, frozen=True):
+    """Cancels a job that runs, and forgets its answer. Answered with JobView, or Refused."""
+
+    key: Name
+
+
+class Drain(Body, frozen=True):
+    """Move the work of a device off it and give it none, or, with `back`, count on it again. Answered with Draining."""
+
+    device: Name
+    back: bool = False
 
 
 class StateQuery(Body, frozen=True):
@@ -349,6 +468,39 @@ class Rejected(Body, frozen=True):
 
     request: Name
     error: ErrorInfo
+
+
+class JobView(Body, frozen=True):
+    """One job as it stands."""
+
+    key: Name
+    state: Annotated[str, Meta(pattern="^(queued|running|finished|failed|cancelled)$")]
+    created_s: float = 0.0
+    """Seconds since 1970."""
+    ended_s: float | None = None
+    model: Text = ""
+    text: Annotated[str, Meta(max_length=limits.CONTROL_BODY_BYTES)] = ""
+    """The answer, once it is finished."""
+    reason: Text = ""
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    error: ErrorInfo | None = None
+
+
+class JobsView(Body, frozen=True):
+    """The newest jobs, without their answers."""
+
+    jobs: Annotated[tuple[JobView, ...], Meta(max_length=limits.JOBS)] = ()
+
+
+class Draining(Body, frozen=True):
+    """How far a device is with giving its work away."""
+
+    device: Name
+    done: bool
+    """Whether it holds no work any more."""
+    text: Text = ""
+    """What is waited for, or why it can't be."""
 
 
 class HopSums(Body, frozen=True):
@@ -529,18 +681,21 @@ class BatchFailed(Body, frozen=True):
 
 Message: TypeAlias = (
     Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
-    | Welcome | Refused | Assign | Release | Measure | Probe
-    | Submit | Cancel | StateQuery | PlanQuery
-    | Accepted | Delta | Finished | Rejected | StateView | PlanView
+    | Leave | Prepared | PrepareFailed | Obituary
+    | Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell
+    | Submit | Cancel | StateQuery | PlanQuery | SubmitJob | JobQuery | JobsQuery | ForgetJob | Drain
+    | Accepted | Delta | Finished | Rejected | StateView | PlanView | JobView | JobsView | Draining
     | MicroBatch | BatchDone | BatchFailed | Ping | Pong
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
     1: Register, 2: Heartbeat, 3: Progress, 4: Ready, 5: StageFailed, 6: Goodbye,
-    7: Measured, 8: MeasureFailed, 9: Probed,
-    16: Welcome, 17: Refused, 18: Assign, 19: Release, 20: Measure, 21: Probe,
-    32: Submit, 33: Cancel, 34: StateQuery, 35: PlanQuery,
-    48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView, 53: PlanView,
+    7: Measured, 8: MeasureFailed, 9: Probed, 10: Leave, 11: Prepared, 12: PrepareFailed, 13: Obituary,
+    16: Welcome, 17: Refused, 18: Assign, 19: Release, 20: Measure, 21: Probe, 22: Prepare, 23: Farewell,
+    32: Submit, 33: Cancel, 34: StateQuery, 35: PlanQuery, 36: SubmitJob, 37: JobQuery, 38: JobsQuery, 39: ForgetJob,
+    40: Drain,
+    48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView, 53: PlanView, 54: JobView, 55: JobsView,
+    56: Draining,
     64: MicroBatch, 65: BatchDone, 66: BatchFailed, 67: Ping, 68: Pong,
 }  # fmt: skip
 KIND_OF: dict[type, int] = {message: kind for kind, message in KINDS.items()}
@@ -603,10 +758,12 @@ def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.i
 
 __all__ = [
     "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities",
-    "ChainId", "ChatMessage", "Delta", "DeviceName", "Envelope", "ErrorInfo", "Finished", "Goodbye", "Heartbeat",
-    "Hop", "HopSums", "LinkView", "Measure", "MeasureFailed", "Measured", "Message", "MicroBatch", "ModelRef",
-    "Ping", "PlanQuery", "PlanView", "Pong", "Probe", "Probed", "Progress", "Ready", "Refused", "Register",
-    "Rejected", "Release", "RequestId", "SlotId", "SlotSampling", "Span", "StageCounters", "StageFailed", "StageId",
-    "StageView", "StateQuery", "StateView", "Submit", "Timings", "Trim", "Usage", "Welcome", "decode", "encode",
+    "ChainId", "ChatMessage", "Delta", "DeviceName", "Drain", "Draining", "Envelope", "ErrorInfo", "Farewell",
+    "Finished", "ForgetJob", "Goodbye", "Heartbeat", "Hop", "HopSums", "JobQuery", "JobView", "JobsQuery", "JobsView",
+    "Leave", "LinkView", "Measure", "MeasureFailed", "Measured", "Message", "MicroBatch", "ModelRef", "Obituary",
+    "Ping", "PlanQuery", "PlanView", "Pong", "Prepare", "PrepareFailed", "Prepared", "Probe", "Probed", "Progress",
+    "Ready", "Refused", "Register", "Rejected", "Release", "RequestId", "Slice", "SlotId", "SlotSampling", "Span",
+    "StageCounters", "StageFailed", "StageId", "StageView", "StateQuery", "StateView", "Submit", "SubmitJob",
+    "Timings", "Trim", "Usage", "Welcome", "decode", "encode",
     "int32_array",
 ]  # fmt: skip
