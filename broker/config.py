@@ -30,10 +30,16 @@ class BrokerConfig:
     batch_timeout_s: float = 600.0
     """A chain whose first micro-batch is not back after this long is broken; afterwards its own pace is the measure.
     An old laptop with a large model takes minutes for its first chunk of a prompt, weights read from the disk."""
-    least_batch_timeout_s: float = 30.0
-    """However fast a chain is, a micro-batch is waited for this long."""
+    least_batch_timeout_s: float = 5.0
+    """However fast a chain is, a micro-batch is waited for this long: a laptop may stall for a while and go on."""
     patience: float = 10.0
     """A micro-batch may take this many times what the slowest so far took per token."""
+    replay_tokens: int = 7
+    """Answered tokens that are computed again in one chunk: below the sizes from which kernels sum in another order."""
+    standby: bool = True
+    """Whether stages keep further slices loaded, to take over at once when another one is lost."""
+    standbys: tuple[str, ...] = ()
+    """Devices that serve only when others are lost."""
     wait_limit_s: float = 600.0
     """How long running requests wait for a new chain before they fail."""
     activation: str = "f32"

@@ -8,11 +8,22 @@ from dataclasses import dataclass, field
 from potluck.broker.config import BrokerConfig
 from potluck.broker.state import BrokerState, Chain, Stage, StageStatus
 from potluck.model.vocabulary import Vocabulary
-from potluck.planner.plan import ModelShape, Plan, Planner
+from potluck.planner.plan import ChainPlan, ModelShape, Plan, Planner
 from potluck.wire.errors import PotluckError
-from potluck.wire.ids import Epoch, StageId
-from potluck.wire.messages import ModelRef
+from potluck.wire.ids import DeviceName, Epoch, StageId
+from potluck.wire.messages import ModelRef, Slice
 from potluck.wire.story import Story
+
+
+@dataclass(slots=True)
+class Move:
+    """A plan that its stages prepare for, beside what they serve. It comes into force once all hold their slices."""
+
+    plan: Plan
+    slices: dict[StageId, Slice]
+    """What has to be held by whom."""
+    since_s: float
+    why: str
 
 
 @dataclass(slots=True)
@@ -41,6 +52,14 @@ class Core:
     """What the planner was last asked, and gave nothing better for."""
     moving: bool = False
     """Whether stages load because of a better plan, and not because one was lost: requests wait for them."""
+    broken: list[ChainPlan] = field(default_factory=list)
+    """Chains that have ended because of a loss and are still to be replaced."""
+    move: Move | None = None
+    """What is prepared for."""
+    drained: set[DeviceName] = field(default_factory=set)
+    """Devices that are to get no work."""
+    losses: dict[StageId, str] = field(default_factory=dict)
+    """For each stage that serves, what its loss would cost, in words."""
     drifted: bool = False
     """Whether a stage's pace has changed since the last plan."""
     hold_s: float = 0.0
@@ -59,7 +78,17 @@ class Core:
     def usable(self) -> list[Stage]:
         """Stages that could be assigned something."""
         out = (StageStatus.FAILED, StageStatus.MEASURING)
-        return [stage for stage in self.state.stages.values() if stage.status not in out]
+        return [
+            stage for stage in self.state.stages.values() if stage.status not in out and not self.goes(stage)
+        ]
+
+    def goes(self, stage: Stage) -> bool:
+        """Whether the stage is to get rid of its work: it wants to leave, or its device is drained."""
+        return stage.leaving or stage.device in self.drained
+
+    def free(self) -> list[Stage]:
+        """Usable stages that belong to no chain."""
+        return [stage for stage in self.usable() if stage.chain is None]
 
     def enough_joined(self) -> bool:
         """Whether as many stages as were asked for can be planned with."""

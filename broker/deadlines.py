@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import liveness, measuring, members, plans, recovery, requests, serving
+from potluck.broker import liveness, measuring, members, plans, recovery, requests, serving, switching
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -30,6 +30,9 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
             yield from members.remove(core, name, event.cause, f"no sign of life for {lost_after:g} s")
         members.watch(core)
     yield from measuring.time_passed(core, event.cause)
+    move_due_s = switching.deadline(core)
+    if move_due_s is not None and core.now >= move_due_s:
+        yield from switching.give_up(core, event.cause, f"no progress for {core.config.load_timeout_s:g} s")
     for chain in list(core.state.chains.values()):
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
@@ -44,6 +47,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
                     stage=stage.stage,
                     phase=Phase.SERVE,
                 )
+                yield from measuring.doubt(core, chain, stage)
                 yield from serving.batch_broke(
                     core, BatchBroke(cause=event.cause, epoch=chain.epoch, batch=oldest.batch, error=error)
                 )
@@ -95,7 +99,7 @@ def give_up_loading(core: Core, chain: Chain, cause: str) -> Iterator[Effect]:
 
 def next_deadline(core: Core) -> float | None:
     """When TimePassed is due, on the clock of `now`; None while nothing is waited for."""
-    times = [core.plan_due_s, core.check_due_s, core.measure_check_s]
+    times = [core.plan_due_s, core.check_due_s, core.measure_check_s, switching.deadline(core)]
     for chain in core.state.chains.values():
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))

@@ -9,8 +9,10 @@ from potluck.wire.errors import PotluckError
 from potluck.wire.ids import ChainId, Epoch, RequestId, StageId
 from potluck.wire.messages import (
     Assign,
+    Farewell,
     Measure,
     MicroBatch,
+    Prepare,
     Probe,
     Refused,
     Release,
@@ -26,7 +28,7 @@ class SendToStage:
     """Send a control message to a stage."""
 
     stage: StageId
-    message: Welcome | Refused | Assign | Release | Measure | Probe
+    message: Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell
     epoch: Epoch
 
 

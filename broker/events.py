@@ -108,6 +108,48 @@ class LinkSilent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrepared(Event):
+    """A stage holds a slice that it was told to hold besides."""
+
+    stage: StageId
+    number: int
+    index: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageNotPrepared(Event):
+    """A stage could not load a slice that it was told to hold besides."""
+
+    stage: StageId
+    number: int
+    index: int
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLeaves(Event):
+    """A stage wants to leave once others have its work."""
+
+    stage: StageId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainAsked(Event):
+    """Somebody wants a device to have no work."""
+
+    device: DeviceName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainEnded(Event):
+    """A device that was drained may have work again."""
+
+    device: DeviceName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageLeft(Event):
     """A stage said goodbye, or its connection closed."""
 
@@ -162,5 +204,6 @@ class TimePassed(Event):
 BrokerEvent: TypeAlias = (
     StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
+    | StagePrepared | StageNotPrepared | StageLeaves | DrainAsked | DrainEnded
     | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | TimePassed
 )  # fmt: skip

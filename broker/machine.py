@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from potluck.broker import deadlines, measuring, members, plans, serving
+from potluck.broker import deadlines, draining, holding, measuring, members, planning, serving, switching
 from potluck.broker.config import BrokerConfig
 from potluck.broker.core import Core
 from potluck.broker.effects import Effect
@@ -16,16 +16,21 @@ from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
     BrokerEvent,
+    DrainAsked,
+    DrainEnded,
     LinkProbed,
     LinkSilent,
     RequestCancelled,
     RequestSubmitted,
     StageBeat,
     StageBroke,
+    StageLeaves,
     StageLeft,
     StageLoaded,
     StageMeasured,
     StageNotMeasured,
+    StageNotPrepared,
+    StagePrepared,
     StageProgressed,
     StageRegistered,
     TimePassed,
@@ -86,8 +91,12 @@ class BrokerMachine:
         """What is to be done because of `event`, in order. `now` never goes back."""
         self.core.now = now
         effects = list(self._handle(event))
+        if self.core.move is not None:
+            effects += switching.go_on(self.core, event.cause)
+        for chain in [chain for chain in self.core.state.chains.values() if chain.closing]:
+            effects += draining.end_if_empty(self.core, chain)
         if self.core.plan_due_s is not None and now >= self.core.plan_due_s:
-            effects += plans.make_plan(self.core, event.cause)
+            effects += planning.make_plan(self.core, event.cause)
         batches: list[Effect] = list(serving.fill_chains(self.core))
         # The chain waits for its next micro-batch, so that goes out before anything that people read.
         return batches + effects if isinstance(event, BatchReturned) else effects + batches
@@ -121,6 +130,16 @@ class BrokerMachine:
                 return measuring.probed(core, event)
             case LinkSilent():
                 return measuring.silent(core, event)
+            case StagePrepared():
+                return holding.prepared(core, event)
+            case StageNotPrepared():
+                return holding.not_prepared(core, event)
+            case StageLeaves():
+                return draining.leaves(core, event)
+            case DrainAsked():
+                return draining.asked(core, event)
+            case DrainEnded():
+                return draining.ended(core, event)
             case StageLeft():
                 return members.remove(core, event.stage, event.cause, event.reason)
             case TimePassed():

@@ -14,7 +14,7 @@ from potluck.broker import hop_costs
 from potluck.broker.core import Core
 from potluck.broker.effects import Effect, Report, SendToStage
 from potluck.broker.events import LinkProbed, LinkSilent, StageMeasured, StageNotMeasured
-from potluck.broker.state import BROKER, Probing, Stage, StageStatus
+from potluck.broker.state import BROKER, Chain, Probing, Stage, StageStatus
 from potluck.planner.cost import send_bytes
 from potluck.planner.plan import Candidate, Link, Network
 from potluck.wire import limits
@@ -97,9 +97,6 @@ def _start_probes(core: Core) -> Iterator[Effect]:
     state = core.state
     busy = {end for probe in state.probes.values() for end in (probe.sender, probe.receiver)}
     idle = [stage for stage in _measured(core) if stage.stage not in busy]
-    frame_bytes = min(
-        send_bytes(core.shape, core.config.demand, core.config.chunk_tokens), limits.PROBE_BYTES
-    )
     for sender in idle:
         if sender.stage in busy:
             continue
@@ -107,17 +104,21 @@ def _start_probes(core: Core) -> Iterator[Effect]:
             pair = (sender.stage, receiver)
             if receiver in busy or receiver == sender.stage or pair in state.links:
                 continue
-            endpoint = (
-                core.results_endpoint(sender.stage) if receiver == BROKER else state.stages[receiver].endpoint
-            )
-            state.next_probe += 1
-            state.probes[state.next_probe] = Probing(sender.stage, receiver, core.now)
             busy |= {sender.stage, receiver}
-            _expect(core, core.config.probe_timeout_s)
-            yield SendToStage(
-                sender.stage, Probe(state.next_probe, endpoint, max(1, frame_bytes)), state.epoch
-            )
+            yield from _probe(core, sender.stage, receiver)
             break
+
+
+def _probe(core: Core, sender: StageId, receiver: StageId) -> Iterator[Effect]:
+    state = core.state
+    frame_bytes = min(
+        send_bytes(core.shape, core.config.demand, core.config.chunk_tokens), limits.PROBE_BYTES
+    )
+    endpoint = core.results_endpoint(sender) if receiver == BROKER else state.stages[receiver].endpoint
+    state.next_probe += 1
+    state.probes[state.next_probe] = Probing(sender, receiver, core.now)
+    _expect(core, core.config.probe_timeout_s)
+    yield SendToStage(sender, Probe(state.next_probe, endpoint, max(1, frame_bytes)), state.epoch)
 
 
 def probed(core: Core, event: LinkProbed) -> Iterator[Effect]:
@@ -136,12 +137,22 @@ def _ended(core: Core, by: StageId, number: int, link: LinkTiming | None, cause:
         return
     del core.state.probes[number]
     core.state.links[probe.sender, probe.receiver] = link
+    receiver = core.state.stages.get(probe.receiver)
+    if link is None and receiver is not None:
+        receiver.suspect = False  # it does not hang, it can't be reached from there
     there = "the broker" if probe.receiver == BROKER else core.state.stages[probe.receiver].device
     core.tell(by, cause, f"link to {there}: {'no answer' if link is None else f'{1000 * link.rtt_s:.2f} ms'}")
     if link is None:
         device = core.state.stages[by].device
         yield Report("warning", f"{device} gets no answer from {there}: a firewall, or another network?")
     yield from go_on(core)
+
+
+def doubt(core: Core, chain: Chain, stage: Stage) -> Iterator[Effect]:
+    """A micro-batch got stuck on its way to or in a stage: whether the link to it still works is found out."""
+    index = chain.stages.index(stage.stage)
+    if index > 0:
+        yield from _probe(core, chain.stages[index - 1], stage.stage)
 
 
 def forget(core: Core, name: StageId) -> None:

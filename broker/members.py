@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import liveness, measuring, plans
+from potluck.broker import holding, liveness, measuring, plans
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -83,7 +83,7 @@ def beat(core: Core, event: StageBeat) -> Iterator[Effect]:
     stage.last_heard_s = core.now
     if event.counters is None:
         return
-    if event.epoch == core.state.epoch:
+    if event.epoch == stage.epoch:
         stage.counters = event.counters
     if core.now < stage.asked_s + core.config.lost_after_s:
         return
@@ -92,13 +92,15 @@ def beat(core: Core, event: StageBeat) -> Iterator[Effect]:
         yield plans.ask_to_load(core, stage)
     elif stage.status is StageStatus.MEASURING:
         yield measuring.ask(core, stage)
+    elif stage.owed and core.now >= stage.last_progress_s + core.config.lost_after_s:
+        yield holding.tell(core, stage)
 
 
 def progressed(core: Core, event: StageProgressed) -> Iterator[Effect]:
     """A stage is part of the way through getting ready."""
     yield from beat(core, StageBeat(cause=event.cause, stage=event.stage, epoch=event.epoch))
     stage = core.state.stages.get(event.stage)
-    if stage is not None and (event.epoch == core.state.epoch or stage.status is StageStatus.MEASURING):
+    if stage is not None and (event.epoch == stage.epoch or stage.status is StageStatus.MEASURING):
         stage.last_progress_s, stage.detail = core.now, event.detail
 
 
@@ -106,7 +108,7 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     """A stage is ready; with the last one of a chain, the chain serves."""
     yield from beat(core, StageBeat(cause=event.cause, stage=event.stage, epoch=event.epoch))
     stage = core.state.stages.get(event.stage)
-    if stage is None or event.epoch != core.state.epoch or stage.chain is None:
+    if stage is None or event.epoch != stage.epoch or stage.chain is None or stage.assign is None:
         return
     chain = core.state.chains[stage.chain]
     if stage.stage in chain.ready:
@@ -114,20 +116,20 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     stage.status, stage.weights_bytes, stage.detail = StageStatus.READY, event.weights_bytes, ""
     stage.load_s, stage.kv_bytes, stage.compute_bytes = event.load_s, event.kv_bytes, event.compute_bytes
     chain.ready.add(stage.stage)
+    stage.held.add(stage.assign.slice)
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
     yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")
     if chain.ready == set(chain.stages):
         chain.open, core.last_error, core.moving = True, None, False
         yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
         yield Report("info", f"Chain {chain.chain} serves.")
-        if core.may_change():
-            core.ask_for_plan(core.config.settle_s)
+        core.ask_for_plan(core.settle_s)
 
 
 def broke(core: Core, event: StageBroke) -> Iterator[Effect]:
     """A stage can't do what was assigned to it: it is left out until it joins anew."""
     stage = core.state.stages.get(event.stage)
-    if stage is None or event.epoch != core.state.epoch:
+    if stage is None or event.epoch != stage.epoch:
         return
     stage.last_heard_s = core.now
     stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
@@ -137,8 +139,8 @@ def broke(core: Core, event: StageBroke) -> Iterator[Effect]:
     yield from plans.break_chain_of(core, stage, event.cause, f"{stage.device} failed")
 
 
-def remove(core: Core, name: StageId, cause: str, reason: str) -> Iterator[Effect]:
-    """A stage is gone, and its chain with it."""
+def remove(core: Core, name: StageId, cause: str, reason: str, *, lost: bool = True) -> Iterator[Effect]:
+    """A stage is gone, and its chain with it. Not `lost`: it had nothing to do and left in order."""
     stage = core.state.stages.get(name)
     if stage is None:
         return
@@ -146,14 +148,17 @@ def remove(core: Core, name: StageId, cause: str, reason: str) -> Iterator[Effec
     yield from plans.break_chain_of(core, stage, cause, f"{stage.device} is gone ({reason})")
     del core.state.stages[name]
     measuring.forget(core, name)
-    core.last_error = StageLostError(
-        f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
-    )
-    yield Report("warning", f"{stage.device} is gone: {reason}.")
+    if lost:
+        core.last_error = StageLostError(
+            f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
+        )
+    yield Report("warning" if lost else "info", f"{stage.device} is gone: {reason}.")
     if core.config.measure:
         yield from measuring.go_on(core)
     if not core.state.chains:  # whatever kept a plan from being made may be gone with it
         core.ask_for_plan(0.0)
+    elif core.plan_due_s is None:  # what it kept ready for others is gone with it
+        core.ask_for_plan(core.config.settle_s)
 
 
 def watch(core: Core) -> None:

@@ -13,7 +13,7 @@ from potluck.broker import measuring
 from potluck.broker.core import Core
 from potluck.broker.drift import Pace
 from potluck.planner.measured import forecast
-from potluck.planner.plan import Network, Plan
+from potluck.planner.plan import ChainPlan, Network, Plan
 from potluck.wire.forecast import Forecast
 
 USUAL_LOAD_S = 5.0
@@ -33,23 +33,24 @@ class Verdict:
 
 def worth_it(core: Core, plan: Plan, network: Network) -> Verdict:
     """Whether chains that serve are to give way to `plan`."""
-    chains = tuple(chain.plan for chain in core.state.chains.values())
+    chains = tuple(chain.plan for chain in core.state.chains.values() if not chain.closing)
     if chains == plan.chains:
         return Verdict(False)
     stages = core.usable()
     now = forecast(core.shape, measuring.candidates(core, stages), network, core.config.demand, Plan(chains))
     if plan.forecast is None or now is None:
-        before = {place.stage for chain in chains for place in chain.stages}
-        return Verdict(before != {place.stage for chain in plan.chains for place in chain.stages})
+        gain = _largest(chains) / _largest(plan.chains) - 1.0
+        return Verdict(gain >= core.config.least_gain, "More stages share the layers." if gain > 0 else "")
     gain = _rate(plan.forecast) / max(_rate(now), 1e-12) - 1.0
     if gain < core.config.least_gain:
         return Verdict(False)
     share = 1.0 - 1.0 / (1.0 + gain)
-    cost_s = max((stage.load_s for stage in stages), default=0.0) or USUAL_LOAD_S
+    load_s = max((stage.load_s for stage in stages), default=0.0) or USUAL_LOAD_S
+    cost_s = load_s + _replay_s(core, now)
     if share * core.config.repay_s < cost_s:
         return Verdict(
             False,
-            f"A plan that is {100 * gain:.0f} % faster is left aside: loading it takes about {cost_s:.0f} s.",
+            f"A plan that is {100 * gain:.0f} % faster is left aside: changing to it takes about {cost_s:.0f} s.",
         )
     held_until_s = core.moved_s + core.hold_s
     if core.drifted and core.now < held_until_s:
@@ -72,6 +73,17 @@ def note(core: Core) -> None:
     quiet = core.now > core.moved_s + MOST_HOLD_S
     core.hold_s = core.config.drift_hold_s if quiet else min(2 * core.hold_s, MOST_HOLD_S)
     core.moved_s = core.now
+
+
+def _largest(chains: tuple[ChainPlan, ...]) -> float:
+    """Where no speed is known: the most layers that a stage has, shared between the chains."""
+    return max((p.end - p.first for chain in chains for p in chain.stages), default=1) / max(1, len(chains))
+
+
+def _replay_s(core: Core, now: Forecast) -> float:
+    """What it takes to compute again what runs, at the speed at which prompts are computed."""
+    tokens = sum(request.sent for request in core.state.requests.values())
+    return tokens * now.ttft_s / max(1, now.prompt_tokens)
 
 
 def _rate(forecast_: Forecast) -> float:

@@ -1,14 +1,13 @@
-"""Epochs and chains: when to plan, who is assigned what, and how a chain ends. Pure.
+"""A chain's life: who is assigned what, and how it ends. Pure.
 
-How layers are divided is left to the planner, what a break means for requests to `recovery`.
+When to plan, and what, is decided in `planning`, what a break means for requests in `recovery`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from potluck.broker import measuring, moves, recovery
+from potluck.broker import holding, recovery
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     CloseChain,
@@ -17,90 +16,11 @@ from potluck.broker.effects import (
     SendToStage,
 )
 from potluck.broker.state import Chain, Stage, StageStatus
-from potluck.planner.cost import Place, StageCost
-from potluck.planner.plan import Network, Plan
-from potluck.wire.errors import (
-    PlanError,
-)
-from potluck.wire.ids import ChainId, Epoch
 from potluck.wire.messages import (
     Assign,
     HopSums,
-    Release,
     StageCounters,
 )
-
-
-def make_plan(core: Core, cause: str) -> Iterator[Effect]:
-    """A new epoch, if there are stages for one and it changes anything worth a change."""
-    core.plan_due_s = None
-    usable = core.usable()
-    whole = bool(core.state.chains)
-    if len(usable) < core.wanted or (not core.planned_once and measuring.unfinished(core)):
-        return
-    if whole and (not core.may_change() or core.state.requests or not core.state.ready):
-        return  # a chain that serves is changed only between requests; one that loads is left to finish
-    moves.forgive(core)
-    network = measuring.network(core)
-    asked = (measuring.candidates(core, usable), network, tuple(s.stage for s in usable if s.suspect))
-    if whole and asked == core.planned_for:
-        return
-    try:
-        plan = best_plan(core, usable, network)
-    except PlanError as error:
-        if not whole:
-            core.last_error = core.plan_error = error
-        yield Report("error", str(error))
-        return
-    core.planned_for = asked
-    core.plan_error = None
-    wanted = {place.stage for chain in plan.chains for place in chain.stages}
-    if whole:
-        verdict = moves.worth_it(core, plan, network)
-        if verdict.text:
-            yield Report("info", verdict.text)
-        if verdict.again_s is not None:
-            core.planned_for = None
-            core.ask_for_plan(verdict.again_s)
-        if not verdict.move:
-            return
-        moves.note(core)
-    core.drifted, core.moving = False, whole
-    for chain in list(core.state.chains.values()):
-        yield from close(core, chain, cause, "a better plan")
-    core.planned_once = True
-    core.plan = plan
-    core.state.epoch = Epoch(core.state.epoch + 1)
-    epoch = core.state.epoch
-    for reason in plan.reasons:
-        yield Report("info", f"Planned: {reason}")
-    costs = {
-        candidate.stage: StageCost(replace(candidate, slowdown=1.0), core.shape, core.config.demand)
-        for candidate in measuring.candidates(core, usable)
-        if candidate.profile is not None
-    }
-    for index, chain_plan in enumerate(plan.chains):
-        chain = Chain(ChainId(index), epoch, chain_plan, [None] * core.config.slots)
-        if all(place.stage in costs for place in chain_plan.stages):
-            chain.places = tuple(Place(costs[p.stage], p.first, p.end) for p in chain_plan.stages)
-        core.state.chains[chain.chain] = chain
-        yield from assign(core, chain)
-    for stage in usable:
-        if stage.stage not in wanted:
-            stage.status, stage.chain, stage.place = StageStatus.SPARE, None, None
-            yield SendToStage(stage.stage, Release(), epoch)
-    core.tell(f"epoch {epoch}", cause, " ".join(plan.reasons))
-
-
-def best_plan(core: Core, usable: list[Stage], network: Network) -> Plan:
-    """The planner's; without the stages at which a micro-batch got stuck, unless it takes them. Raises PlanError."""
-    trusted = [stage for stage in usable if not stage.suspect]
-    if trusted and len(trusted) < len(usable):
-        try:
-            return core.planner(core.shape, measuring.candidates(core, trusted), network)
-        except PlanError:
-            pass
-    return core.planner(core.shape, measuring.candidates(core, usable), network)
 
 
 def assign(core: Core, chain: Chain) -> Iterator[Effect]:
@@ -132,6 +52,8 @@ def assign(core: Core, chain: Chain) -> Iterator[Effect]:
             exact=core.config.exact,
             gpu_layers=place.gpu_layers,
         )
+        stage.epoch = chain.epoch
+        holding.assigned(stage)
         yield ask_to_load(core, stage)
         yield Report("info", f"{place.device}: layers {place.first}-{place.end - 1} of {core.shape.layers}.")
 
@@ -140,7 +62,7 @@ def ask_to_load(core: Core, stage: Stage) -> SendToStage:
     """What the stage is to hold in this epoch. It answers as often as it is asked."""
     assert stage.assign is not None
     stage.asked_s = core.now
-    return SendToStage(stage.stage, stage.assign, core.state.epoch)
+    return SendToStage(stage.stage, stage.assign, stage.epoch)
 
 
 def close(core: Core, chain: Chain, cause: str, why: str) -> Iterator[Effect]:
@@ -164,9 +86,15 @@ def break_chain_of(core: Core, stage: Stage, cause: str, why: str) -> Iterator[E
     if stage.chain is not None:
         chain = core.state.chains[stage.chain]
         yield Report("warning", f"Chain {chain.chain} is broken: {why}.")
-        yield from close(core, chain, cause, why)
-        core.moving = False
-        core.ask_for_plan(0.0)
+        yield from end_broken(core, chain, cause, why)
+
+
+def end_broken(core: Core, chain: Chain, cause: str, why: str) -> Iterator[Effect]:
+    """Ends a chain that can't go on; what follows it is due at once."""
+    yield from close(core, chain, cause, why)
+    core.broken.append(chain.plan)
+    core.moving = False
+    core.ask_for_plan(0.0)
 
 
 def load_deadline(core: Core, chain: Chain) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from potluck.broker.config import BrokerConfig
 from potluck.broker.state import BrokerState, Chain, Entry, InFlight, Request
 from potluck.wire.ids import BatchId, RequestId, SlotId
 from potluck.wire.messages import MicroBatch, SlotSampling, Span, Trim
@@ -53,7 +54,7 @@ def admit(state: BrokerState, now: float) -> list[tuple[Chain, RequestId]]:
     free = {
         chain.chain: sum(owner is None for owner in chain.slots)
         for chain in state.chains.values()
-        if chain.open
+        if chain.open and not chain.closing
     }
     while state.waiting and any(free.values()):
         chain = min(
@@ -73,7 +74,7 @@ def admit(state: BrokerState, now: float) -> list[tuple[Chain, RequestId]]:
 
 
 def fill(
-    state: BrokerState, chain: Chain, chunk_tokens: int, now: float
+    state: BrokerState, chain: Chain, config: BrokerConfig, now: float
 ) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
     """The micro-batches that may enter the chain now, with their tokens; each is in flight once it is yielded."""
     stages = len(chain.plan.stages)
@@ -85,7 +86,7 @@ def fill(
         if decodes < stages:
             draft = _draft_decode(chain, running, stages)
         if draft is None and prefills < max(1, stages + 1 - decodes):
-            draft = _draft_prefill(chain, running, chunk_tokens)
+            draft = _draft_prefill(chain, running, config)
         if draft is None:
             return
         batch = BatchId(state.next_batch)
@@ -110,23 +111,36 @@ def _draft_decode(chain: Chain, running: list[Request], stages: int) -> _Draft |
     return draft
 
 
-def _draft_prefill(chain: Chain, running: list[Request], chunk_tokens: int) -> _Draft | None:
+def _draft_prefill(chain: Chain, running: list[Request], config: BrokerConfig) -> _Draft | None:
     """Up to `chunk_tokens` tokens of the prompts that came first, rows in the order of their slots."""
     waiting = sorted(
         (request for request in running if request.rest > 0 and not request.decoding),
         key=lambda request: (request.started_s, request.slot),
     )
-    room = chunk_tokens
+    room = config.chunk_tokens
     takes: list[tuple[Request, int]] = []
     for request in waiting:
         if room == 0:
             break
-        count = min(request.rest, room)
-        takes.append((request, count))
-        room -= count
+        count = _chunk(request, room, config)
+        if count > 0:
+            takes.append((request, count))
+            room -= count
     if not takes:
         return None
     draft = _Draft(prefill=True)
     for request, count in sorted(takes, key=lambda take: take[0].slot or 0):
         draft.add(chain, request, count)
     return draft
+
+
+def _chunk(request: Request, room: int, config: BrokerConfig) -> int:
+    """How many tokens of a prompt travel next; 0 if the chunk that is to be repeated has no room."""
+    if request.sent >= request.prompt_tokens:
+        return min(request.rest, room, config.replay_tokens)
+    if request.bounds and request.sent < request.bounds[-1]:
+        end = next(bound for bound in request.bounds if bound > request.sent)
+        return end - request.sent if end - request.sent <= room else 0
+    count = min(request.prompt_tokens - request.sent, room)
+    request.bounds.append(request.sent + count)
+    return count

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from potluck.broker.clients import ZmqClients
+from potluck.broker.draining import draining
 from potluck.broker.effects import (
     CloseChain,
     Effect,
@@ -30,14 +31,19 @@ from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
     BrokerEvent,
+    DrainAsked,
+    DrainEnded,
     LinkProbed,
     LinkSilent,
     StageBeat,
     StageBroke,
+    StageLeaves,
     StageLeft,
     StageLoaded,
     StageMeasured,
     StageNotMeasured,
+    StageNotPrepared,
+    StagePrepared,
     StageProgressed,
     StageRegistered,
     TimePassed,
@@ -59,15 +65,19 @@ from potluck.wire.messages import (
     BatchDone,
     BatchFailed,
     Cancel,
+    Drain,
     Envelope,
     ErrorInfo,
     Goodbye,
     Heartbeat,
+    Leave,
     Measured,
     MeasureFailed,
     Message,
     Ping,
     PlanQuery,
+    Prepared,
+    PrepareFailed,
     Probed,
     Progress,
     Ready,
@@ -87,7 +97,7 @@ log = logging.getLogger("potluck.broker")
 CONTROL: frozenset[type] = frozenset(
     {
         Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Measured, MeasureFailed, Probed,
-        Submit, Cancel, StateQuery, PlanQuery,
+        Leave, Prepared, PrepareFailed, Submit, Cancel, StateQuery, PlanQuery, Drain,
     }
 )  # fmt: skip
 HERE = "tcp://127.0.0.1:0"
@@ -255,6 +265,13 @@ class BrokerServer:
                 self.clients.cancel(peer, message)
             case StateQuery():
                 self._reply(peer, self.view())
+            case Drain(device, back):
+                name = DeviceName(device)
+                cause = f"client {peer.hex()}"
+                self.feed(
+                    DrainEnded(cause=cause, device=name) if back else DrainAsked(cause=cause, device=name)
+                )
+                self._reply(peer, draining(self.machine.core, name))
             case PlanQuery():
                 self._reply(peer, plan_view(self.machine.core, message))
             case _:
@@ -306,6 +323,24 @@ class BrokerServer:
                 return LinkSilent(cause=cause, stage=stage, number=number)
             case Probed(number, LinkTiming() as link):
                 return LinkProbed(cause=cause, stage=stage, number=number, link=link)
+            case Prepared():
+                return StagePrepared(
+                    cause=cause,
+                    stage=stage,
+                    number=message.number,
+                    index=message.index,
+                    load_s=message.load_s,
+                )
+            case PrepareFailed():
+                return StageNotPrepared(
+                    cause=cause,
+                    stage=stage,
+                    number=message.number,
+                    index=message.index,
+                    error=message.error.restore(),
+                )
+            case Leave():
+                return StageLeaves(cause=cause, stage=stage, reason=message.reason or "it was stopped")
             case Goodbye():
                 return StageLeft(cause=cause, stage=stage, reason=message.reason or "it left")
             case _:

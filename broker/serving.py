@@ -139,8 +139,7 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
         if stage.breaks >= MAX_BREAKS and not stage.broke_with:  # else it may be that one request's fault
             stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
     yield Report("warning", f"Chain {chain.chain} is broken: {event.error.what}")
-    yield from plans.close(core, chain, event.cause, event.error.what)
-    core.ask_for_plan(0.0)
+    yield from plans.end_broken(core, chain, event.cause, event.error.what)
     for name in sorted(hit):
         request = core.state.requests.get(name)
         if request is not None and event.batch >= request.born:
@@ -193,5 +192,5 @@ def fill_chains(core: Core) -> Iterator[Effect]:
         core.tell(name, f"chain {chain.chain}", f"slot {request.slot}, {request.rest} tokens to compute")
     for chain in core.state.chains.values():
         if chain.open:
-            for message, tokens in scheduler.fill(core.state, chain, core.config.chunk_tokens, core.now):
+            for message, tokens in scheduler.fill(core.state, chain, core.config, core.now):
                 yield SendBatch(chain.chain, chain.epoch, message, tokens)

@@ -16,7 +16,7 @@ from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
-from potluck.wire.messages import Assign, HopSums, StageCounters
+from potluck.wire.messages import Assign, HopSums, Slice, StageCounters
 from potluck.wire.sampling import Sampling
 
 
@@ -91,6 +91,20 @@ class Stage:
     """What plans count for that; None before it was seen."""
     load_s: float = 0.0
     """What its last load took."""
+    epoch: Epoch = Epoch(0)
+    """Of the last Assign or Release that it was sent."""
+    held: set[Slice] = field(default_factory=set)
+    """What it has loaded, as far as it said."""
+    listed: tuple[Slice, ...] = ()
+    """What it was last told to hold besides what it serves."""
+    prepare: int = 0
+    """The number of that Prepare."""
+    owed: set[int] = field(default_factory=set)
+    """Its slices that were not answered for yet."""
+    unfit: set[Slice] = field(default_factory=set)
+    """What it could not load."""
+    leaving: bool = False
+    """Whether it has asked to leave."""
 
 
 @dataclass(slots=True)
@@ -111,6 +125,8 @@ class Request:
     """How many of `tokens` have been sent down the chain; the rest is still to be sent."""
     started_s: float | None = None
     first_token_s: float | None = None
+    bounds: list[int] = field(default_factory=list)
+    """Where the chunks of its prompt ended when they were first computed: a replay repeats them, for the same sums."""
     waiting_since_s: float = 0.0
     born: int = 0
     """The first micro-batch that can be its own: a name may be used again while old tokens are on their way."""
@@ -168,6 +184,8 @@ class Chain:
     """What its stages cost, where they were measured."""
     ready: set[StageId] = field(default_factory=set)
     open: bool = False
+    closing: bool = False
+    """Whether it takes no further request: a stage of it leaves, and nobody can take over."""
     in_flight: OrderedDict[BatchId, InFlight] = field(default_factory=OrderedDict)
     moved_s: float = 0.0
     """When the micro-batch that was oldest last came out."""
@@ -196,14 +214,15 @@ class BrokerState:
     """By sender and receiver; None where nobody answered."""
     probes: dict[int, Probing] = field(default_factory=dict)
     next_probe: int = 0
+    next_prepare: int = 0
     next_batch: int = 1
     tokens_out: int = 0
     ended: int = 0
 
     @property
     def ready(self) -> bool:
-        """Whether a whole chain serves."""
-        return any(chain.open for chain in self.chains.values())
+        """Whether a whole chain takes requests."""
+        return any(chain.open and not chain.closing for chain in self.chains.values())
 
     def validate(self) -> None:
         """Raises AssertionError naming the first invariant that does not hold."""
@@ -223,6 +242,8 @@ class BrokerState:
                 owners[owner] = (chain.chain, SlotId(index))
             for stage in chain.stages:
                 assert stage in self.stages, f"chain {chain.chain} counts on the lost stage {stage}"
+                assert self.stages[stage].chain == chain.chain, f"{stage} is not in chain {chain.chain} only"
+                assert self.stages[stage].epoch == chain.epoch, f"{stage} is of another epoch than its chain"
             decoding: set[RequestId] = set()
             for flight in chain.in_flight.values():
                 for entry in flight.entries:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from potluck.broker import standby
+from potluck.broker.core import Core
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.state import Stage
 from potluck.wire.messages import StageView, StateView
@@ -22,7 +24,7 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
         epoch=state.epoch,
         model=machine.model.name,
         ready=state.ready,
-        stages=tuple(_stage(stage, order.get(stage.stage), now) for stage in stages),
+        stages=tuple(_stage(machine.core, stage, order.get(stage.stage), now) for stage in stages),
         running=len(state.requests) - len(state.waiting),
         queued=len(state.waiting),
         slots=machine.config.slots,
@@ -33,11 +35,11 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
     )
 
 
-def _stage(stage: Stage, place: tuple[int, int] | None, now: float) -> StageView:
+def _stage(core: Core, stage: Stage, place: tuple[int, int] | None, now: float) -> StageView:
     return StageView(
         stage=stage.stage,
         device=stage.device,
-        state=stage.status.value,
+        state=_state(core, stage),
         chain=None if place is None else place[0],
         index=None if place is None else place[1],
         first=None if stage.place is None else stage.place.first,
@@ -49,7 +51,14 @@ def _stage(stage: Stage, place: tuple[int, int] | None, now: float) -> StageView
         kv_bytes=stage.kv_bytes,
         compute_bytes=stage.compute_bytes,
         endpoint=stage.endpoint,
-        detail=stage.detail,
+        detail=stage.detail or standby.text(stage),
+        if_lost=core.losses.get(stage.stage, ""),
         capabilities=stage.capabilities,
         version=stage.version,
     )
+
+
+def _state(core: Core, stage: Stage) -> str:
+    if core.goes(stage):
+        return "drained" if stage.chain is None else "draining"
+    return stage.status.value

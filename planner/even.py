@@ -9,11 +9,15 @@ found wins, so the same devices always get the same plan. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 from potluck.planner.plan import NO_NETWORK, Candidate, ChainPlan, ModelShape, Network, Plan, StagePlan
 from potluck.wire.errors import Phase, PlanError
+
+MOST_TRIES = 10_000
+"""Orders of devices that are tried, where links are cut."""
 
 
 def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
@@ -54,6 +58,32 @@ def even_cuts(model: ModelShape, stages: int) -> tuple[int, ...]:
     return tuple(bounds[i] for i in reversed(cuts))
 
 
+def _in_reach(named: Sequence[Candidate], most: int, network: Network) -> list[Candidate]:
+    """As many candidates as can be, each reached by the one before it, otherwise in the order of their names."""
+    cut = {pair for pair, link in network.links.items() if link.one_way_s == math.inf}
+    if not cut:
+        return list(named[:most])
+    best: list[Candidate] = []
+    row: list[Candidate] = []
+    tries = MOST_TRIES
+
+    def extend() -> None:
+        nonlocal best, tries
+        if len(row) > len(best):
+            best = list(row)
+        for candidate in named:
+            if len(best) == min(most, len(named)) or tries == 0:
+                return
+            if candidate not in row and (not row or (row[-1].stage, candidate.stage) not in cut):
+                tries -= 1
+                row.append(candidate)
+                extend()
+                row.pop()
+
+    extend()
+    return best
+
+
 def plan_even(model: ModelShape, candidates: Sequence[Candidate], network: Network = NO_NETWORK) -> Plan:
     """One chain over all candidates, in the order of their device names, each with an even share."""
     if not candidates:
@@ -61,8 +91,9 @@ def plan_even(model: ModelShape, candidates: Sequence[Candidate], network: Netwo
             "No stage has joined.", hint="Start potluck-stage on at least one device.", phase=Phase.PLAN
         )
     most = len([cut for cut in model.cuts if 0 < cut < model.layers]) + 1
-    ordered = sorted(candidates, key=lambda c: (c.device, c.stage))
-    used, spare = ordered[:most], ordered[most:]
+    named = sorted(candidates, key=lambda c: (c.device, c.stage))
+    used = _in_reach(named, most, network)
+    spare = [candidate for candidate in named if candidate not in used]
     bounds = even_cuts(model, len(used))
     chain = ChainPlan(
         tuple(StagePlan(c.stage, c.device, a, b) for c, (a, b) in zip(used, pairwise(bounds), strict=True)),
@@ -74,5 +105,6 @@ def plan_even(model: ModelShape, candidates: Sequence[Candidate], network: Netwo
         reasons = [f"{len(used)} stages share {model.layers} layers evenly."]
     if spare:
         names = ", ".join(c.device for c in spare)
-        reasons.append(f"{names} left out: the model can be cut into at most {most} stages.")
+        why = f"the model can be cut into at most {most} stages" if len(used) == most else "a link to it is cut"
+        reasons.append(f"{names} left out: {why}.")
     return Plan((chain,), tuple(reasons), tuple(c.stage for c in spare))

@@ -540,6 +540,8 @@ class StageView(Body, frozen=True):
     detail: Text = ""
     capabilities: Capabilities = Capabilities()
     version: Text = ""
+    if_lost: Text = ""
+    """What its loss would cost, in words."""
 
 
 class StateView(Body, frozen=True):

@@ -27,7 +27,9 @@ from potluck.broker.events import (
     BatchReturned,
     BrokerEvent,
     StageBeat,
+    StageLeft,
     StageLoaded,
+    StagePrepared,
     StageRegistered,
     TimePassed,
 )
@@ -35,7 +37,20 @@ from potluck.broker.machine import BrokerMachine
 from potluck.planner.even import plan_even
 from potluck.planner.plan import ModelShape, Planner
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, Hop, Measure, MicroBatch, ModelRef, Probe, Refused, Release, Welcome
+from potluck.wire.measures import Capabilities
+from potluck.wire.messages import (
+    Assign,
+    Farewell,
+    Hop,
+    Measure,
+    MicroBatch,
+    ModelRef,
+    Prepare,
+    Probe,
+    Refused,
+    Release,
+    Welcome,
+)
 
 LAYERS = 12
 VOCAB = 300
@@ -123,6 +138,11 @@ class CoreWorld:
         self.measuring: deque[tuple[StageId, Measure]] = deque()
         self.probing: dict[int, tuple[StageId, Probe]] = {}
         self.loading: deque[tuple[StageId, Epoch]] = deque()
+        self.preparing: deque[tuple[StageId, int, int]] = deque()
+        """Stage, number and index of what is still to be loaded besides."""
+        self.prepares: dict[StageId, Prepare] = {}
+        self.let_go: list[StageId] = []
+        self.epochs: dict[StageId, Epoch] = {}
         self.chains: dict[ChainId, ChainWorld] = {}
         self.refused: list[StageId] = []
         self.released: list[StageId] = []
@@ -142,15 +162,28 @@ class CoreWorld:
         self.core.validate()
         return effects
 
-    def join(self, name: str, models: tuple[str, ...] = (MODEL.fingerprint,)) -> StageId:
-        stage = StageId(f"{name}/1")
+    def join(
+        self, name: str, models: tuple[str, ...] = (MODEL.fingerprint,), *, start: int = 1, offers: int = 0
+    ) -> StageId:
+        """A stage worker of a device registers; `offers` bytes for layers, 0: it does not say."""
+        stage = StageId(f"{name}/{start}")
         self.alive.add(stage)
         self.feed(
             StageRegistered(
-                cause=stage, stage=stage, device=DeviceName(name), endpoint=f"tcp://{name}:1", models=models
+                cause=stage,
+                stage=stage,
+                device=DeviceName(name),
+                endpoint=f"tcp://{name}:1",
+                models=models,
+                capabilities=Capabilities(offered_bytes=offers),
             )
         )
         return stage
+
+    def lose(self, stage: StageId) -> None:
+        """It is killed, and its connection closes."""
+        self.alive.discard(stage)
+        self.feed(StageLeft(cause=stage, stage=stage, reason="its connection closed"))
 
     def load_one(self) -> bool:
         """One stage that loads gets ready."""
@@ -158,6 +191,15 @@ class CoreWorld:
             stage, epoch = self.loading.popleft()
             if stage in self.alive:
                 self.feed(StageLoaded(cause=stage, stage=stage, epoch=epoch, load_s=0.1, weights_bytes=1))
+                return True
+        return False
+
+    def prepare_one(self) -> bool:
+        """One stage holds one more slice."""
+        while self.preparing:
+            stage, number, index = self.preparing.popleft()
+            if stage in self.alive and number == self.prepares[stage].number:
+                self.feed(StagePrepared(cause=stage, stage=stage, number=number, index=index, load_s=0.1))
                 return True
         return False
 
@@ -189,7 +231,8 @@ class CoreWorld:
             if self.now >= self.beats_due:
                 self.beats_due = self.now + self.config.heartbeat_s
                 for stage in sorted(self.alive):
-                    self.feed(StageBeat(cause=stage, stage=stage, epoch=self.core.state.epoch))
+                    epoch = self.epochs.get(stage, self.core.state.epoch)
+                    self.feed(StageBeat(cause=stage, stage=stage, epoch=epoch))
             if due is not None and self.now >= due:
                 self.feed(TimePassed(cause="timer"))
             elif self.now >= until:
@@ -197,7 +240,9 @@ class CoreWorld:
 
     def settle(self) -> None:
         """Everything that can move does, until nothing is left to do."""
-        while self.load_one() or any(self.move_one(chain) for chain in list(self.chains)):
+        while (
+            self.load_one() or self.prepare_one() or any(self.move_one(chain) for chain in list(self.chains))
+        ):
             pass
 
     def start(self, *names: str) -> list[StageId]:
@@ -214,12 +259,19 @@ class CoreWorld:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case SendToStage(stage, Assign() as message, epoch):
-                self.assigned[stage] = message
+                self.assigned[stage], self.epochs[stage] = message, epoch
                 self.loading.append((stage, epoch))
+            case SendToStage(stage, Prepare() as message, _):
+                self.prepares[stage] = message
+                self.preparing += [(stage, message.number, index) for index in range(len(message.slices))]
+            case SendToStage(stage, Farewell(), _):
+                self.let_go.append(stage)
+                self.alive.discard(stage)
             case SendToStage(stage, Refused(), _):
                 self.refused.append(stage)
-            case SendToStage(stage, Release(), _):
+            case SendToStage(stage, Release(), epoch):
                 self.released.append(stage)
+                self.epochs[stage] = epoch
             case SendToStage(stage, Measure() as message, _):
                 self.measuring.append((stage, message))
             case SendToStage(stage, Probe() as message, _):

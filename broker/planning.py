@@ -1,0 +1,190 @@
+"""When to plan, and what: after a loss, at first, and when something better may be found. Pure.
+
+A loss is mended at once by whoever is next (`takeover`); chains that lost nobody go on. A better plan is sought when
+nothing else is being done, and `moves` says whether it is worth it; `switching` brings it into force, `standby`
+prepares for the next loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from potluck.broker import draining, measuring, moves, standby, switching, takeover
+from potluck.broker.core import Core
+from potluck.broker.effects import Effect, Report
+from potluck.broker.state import Chain, Stage
+from potluck.planner.plan import ChainPlan, Network, Plan
+from potluck.wire.errors import PlanError
+from potluck.wire.ids import StageId
+
+
+def make_plan(core: Core, cause: str) -> Iterator[Effect]:
+    """Whatever is to be planned now."""
+    core.plan_due_s = None
+    usable = core.usable()
+    if not core.planned_once and (len(usable) < core.wanted or measuring.unfinished(core)):
+        return
+    if core.broken:
+        yield from _mend(core, cause)
+    if core.state.chains:
+        yield from _improve(core, usable, cause)
+    elif usable:
+        yield from _first(core, usable, cause)
+
+
+def _mend(core: Core, cause: str) -> Iterator[Effect]:
+    """Chains take the place of those that broke, as few stages as possible doing anything else than before."""
+    broken, core.broken = core.broken, []
+    yield from switching.give_up(core, cause, "a chain broke")
+    chains: list[ChainPlan] = []
+    reasons: list[str] = []
+    for old in broken:
+        taken = {place.stage for chain in chains for place in chain.stages}
+        free = [stage for stage in core.free() if stage.stage not in taken and not stage.suspect]
+        after = _after(core, old, free, alone=not core.state.chains)
+        chains += after
+        reasons += [_change(old, chain) for chain in after]
+    if chains:
+        in_force = tuple(chain.plan for chain in core.state.chains.values())
+        core.plan = Plan((*in_force, *chains), tuple(reasons))
+        core.planned_for = None
+        yield from switching.open_chains(core, chains, reasons, cause)
+    elif core.state.chains:
+        yield Report(
+            "warning", "Nobody can take the place of what is lost; the other chains take its requests."
+        )
+        core.ask_for_plan(core.config.settle_s)
+
+
+def _after(core: Core, old: ChainPlan, free: Collection[Stage], *, alone: bool) -> list[ChainPlan]:
+    """What follows a chain. Nothing if it is `alone` and takes a plan of its own: then all is planned anew."""
+    there = {stage.stage for stage in free} & {place.stage for place in old.stages}
+    new = takeover.repaired(core, old, there, free)
+    if new is not None:
+        return [new]
+    return [] if alone else takeover.planned(core, free)
+
+
+def _change(old: ChainPlan, new: ChainPlan) -> str:
+    """Who takes over from whom, in words."""
+    before = {place.stage: place for place in old.stages}
+    gone = sorted(place.device for place in old.stages if place.stage not in {p.stage for p in new.stages})
+    takers = sorted(
+        f"{place.device} (layers {place.first}-{place.end - 1})"
+        for place in new.stages
+        if place.stage not in before
+        or (before[place.stage].first, before[place.stage].end) != (place.first, place.end)
+    )
+    if not gone:
+        return "The same stages serve again."
+    return f"{', '.join(takers)} takes over from {', '.join(gone)}."
+
+
+def _first(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
+    """Nothing serves or loads: the best plan, at once."""
+    moves.forgive(core)
+    network = measuring.network(core)
+    core.planned_for = _asked(core, usable, network)
+    try:
+        plan = best_plan(core, usable, network)
+    except PlanError as error:
+        core.last_error = core.plan_error = error
+        yield Report("error", str(error))
+        return
+    core.plan_error, core.drifted = None, False
+    yield from switching.switch(core, plan, cause, "the first plan")
+
+
+def _improve(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
+    """Chains that serve are replaced by better ones, once nothing loads and nothing else is prepared for."""
+    if _under_way(core):
+        return
+    left = [
+        chain for chain in core.state.chains.values() if draining.going(core, chain) and not chain.closing
+    ]
+    if left:
+        yield from _without(core, left, cause)
+        return
+    if core.may_change():
+        yield from _better(core, usable, cause)
+    if not _under_way(core):
+        yield from standby.arrange(core)
+
+
+def _under_way(core: Core) -> bool:
+    """Whether a plan is being brought into force, or prepared for."""
+    return core.move is not None or not all(chain.open for chain in core.state.chains.values())
+
+
+def _better(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
+    moves.forgive(core)
+    network = measuring.network(core)
+    asked = _asked(core, usable, network)
+    if asked == core.planned_for:
+        return
+    try:
+        plan = best_plan(core, usable, network)
+    except PlanError as error:
+        yield Report("error", str(error))
+        return
+    core.planned_for, core.plan_error = asked, None
+    closing = tuple(chain.plan for chain in core.state.chains.values() if chain.closing)
+    verdict = moves.worth_it(core, plan, network)
+    if verdict.text:
+        yield Report("info", verdict.text)
+    if verdict.again_s is not None:
+        core.planned_for = None
+        core.ask_for_plan(verdict.again_s)
+    if verdict.move:
+        moves.note(core)
+        core.drifted = False
+        plan = replace(plan, chains=(*closing, *plan.chains))
+        yield from switching.begin(core, plan, cause, "a better plan", forced=False)
+
+
+def _without(core: Core, left: list[Chain], cause: str) -> Iterator[Effect]:
+    """Chains with stages that are to have no work are replaced, if anybody can take that over."""
+    new: list[ChainPlan] = []
+    reasons: list[str] = []
+    for chain in left:
+        taken = {place.stage for plan in new for place in plan.stages}
+        mine = [core.state.stages[name] for name in chain.stages]
+        free = [
+            stage
+            for stage in (*core.free(), *mine)
+            if stage.stage not in taken and not stage.suspect and not core.goes(stage)
+        ]
+        after = _after(core, chain.plan, free, alone=False)
+        if after:
+            new += after
+            reasons += [_change(chain.plan, plan) for plan in after]
+        else:
+            yield from draining.keep_until_empty(core, chain)
+    if new:
+        kept = tuple(c.plan for c in core.state.chains.values() if c not in left or c.closing)
+        yield from switching.begin(
+            core, Plan((*kept, *new), tuple(reasons)), cause, "a plan without what is drained", forced=True
+        )
+
+
+def best_plan(core: Core, usable: list[Stage], network: Network) -> Plan:
+    """The planner's, without the stages that are kept for a loss and those at which a micro-batch got stuck, as long
+    as it finds one without them. Raises PlanError.
+    """
+    spare = {*core.config.standbys}
+    for choice in (
+        [stage for stage in usable if not stage.suspect and stage.device not in spare],
+        [stage for stage in usable if not stage.suspect],
+    ):
+        if choice and len(choice) < len(usable):
+            try:
+                return core.planner(core.shape, measuring.candidates(core, choice), network)
+            except PlanError:
+                pass
+    return core.planner(core.shape, measuring.candidates(core, usable), network)
+
+
+def _asked(core: Core, usable: list[Stage], network: Network) -> object:
+    suspects: tuple[StageId, ...] = tuple(stage.stage for stage in usable if stage.suspect)
+    return measuring.candidates(core, usable), network, suspects
