@@ -25,6 +25,7 @@ from potluck.broker.machine import BrokerMachine
 from potluck.broker.rest import make_app
 from potluck.broker.server import BrokerServer
 from potluck.model.architectures import rules_for
+from potluck.model.exactness import rows_of_one_kernel
 from potluck.model.facts import ModelFacts, read_facts
 from potluck.model.paths import cache_dir
 from potluck.model.prompt import ModelPrompts
@@ -104,6 +105,13 @@ ANY = ("0.0.0.0", "*", "::")
     type=click.IntRange(1, limits.USERS),
     help="People served at the same time: 1 plans for the least time per token, more for tokens per second.",
 )
+@click.option(
+    "--standby",
+    default="auto",
+    metavar="auto|off|DEVICE[,DEVICE]",
+    help="Keep further layers loaded where memory allows, so that a lost device is replaced at once; devices that are "
+    "named serve only when others are lost.",
+)
 @click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences served at the same time.")
 @click.option(
     "--context",
@@ -143,6 +151,7 @@ def main(
     layers: tuple[str, ...],
     plan: str,
     users: int,
+    standby: str,
     slots: int,
     context: int,
     chunk: int,
@@ -175,6 +184,9 @@ def main(
         exact=exact,
         users=users,
         measure=plan == "measured",
+        standby=standby != "off",
+        standbys=() if standby in ("auto", "off") else parse_names(standby),
+        replay_tokens=rows_of_one_kernel(facts),
     )
     planner: Planner
     if layers:
@@ -212,6 +224,17 @@ class Where:
     def is_known(self) -> bool:
         """Whether the broker makes itself known; nobody else could reach it on the loopback."""
         return self.known_as is not None and not is_loopback(self.address)
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Device names from a comma-separated list. Raises SettingsError for an empty one."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise SettingsError(
+            f"--standby {text}: a device's name is empty.",
+            hint="Give auto, off, or names: --standby mini-03,mini-04",
+        )
+    return names
 
 
 def default_address(network_interface: str | None) -> str:

@@ -105,6 +105,8 @@ def plan_even(model: ModelShape, candidates: Sequence[Candidate], network: Netwo
         reasons = [f"{len(used)} stages share {model.layers} layers evenly."]
     if spare:
         names = ", ".join(c.device for c in spare)
-        why = f"the model can be cut into at most {most} stages" if len(used) == most else "a link to it is cut"
+        why = (
+            f"the model can be cut into at most {most} stages" if len(used) == most else "a link to it is cut"
+        )
         reasons.append(f"{names} left out: {why}.")
     return Plan((chain,), tuple(reasons), tuple(c.stage for c in spare))

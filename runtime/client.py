@@ -40,6 +40,8 @@ from potluck.wire.messages import (
     Cancel,
     ChatMessage,
     Delta,
+    Drain,
+    Draining,
     ErrorInfo,
     Finished,
     PlanQuery,
@@ -59,10 +61,12 @@ ASK_S = 5.0
 """After this long without news of a request the broker is asked whether it is still there."""
 _Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
 
-ACCEPT: frozenset[type] = frozenset({Accepted, Delta, Finished, Rejected, StateView, PlanView, Refused})
+ACCEPT: frozenset[type] = frozenset(
+    {Accepted, Delta, Finished, Rejected, StateView, PlanView, Draining, Refused}
+)
 
 
-View = TypeVar("View", StateView, PlanView)
+View = TypeVar("View", StateView, PlanView, Draining)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class Client:
         self._streams: dict[str, asyncio.Queue[_Heard]] = {}
         self._views: list[asyncio.Future[StateView]] = []
         self._plans: list[asyncio.Future[PlanView]] = []
+        self._drainings: list[asyncio.Future[Draining]] = []
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._broker_born_s = float("-inf")
@@ -120,8 +125,15 @@ class Client:
         """The plan in force and its forecast. Raises NoBrokerError."""
         return await self._ask(query or PlanQuery(), self._plans, timeout_s)
 
+    async def drain(self, device: str, *, back: bool = False, timeout_s: float = 20.0) -> Draining:
+        """Has a device's work moved off it, or lets it have work again; asked again, how far that is.
+
+        Raises NoBrokerError.
+        """
+        return await self._ask(Drain(device, back), self._drainings, timeout_s)
+
     async def _ask(
-        self, query: StateQuery | PlanQuery, waiting: list[asyncio.Future[View]], timeout_s: float
+        self, query: StateQuery | PlanQuery | Drain, waiting: list[asyncio.Future[View]], timeout_s: float
     ) -> View:
         future: asyncio.Future[View] = self._loop.create_future()
         waiting.append(future)
@@ -241,10 +253,15 @@ class Client:
                         if not plan.done():
                             plan.set_result(message)
                     del self._plans[:1]
+                case Draining():
+                    for draining in self._drainings[:1]:
+                        if not draining.done():
+                            draining.set_result(message)
+                    del self._drainings[:1]
                 case Refused():
                     for queue in self._streams.values():
                         queue.put_nowait(message)
-                    asked: list[asyncio.Future[Any]] = [*self._views, *self._plans]
+                    asked: list[asyncio.Future[Any]] = [*self._views, *self._plans, *self._drainings]
                     for question in asked:
                         if not question.done():
                             question.set_exception(message.error.restore())

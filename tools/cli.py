@@ -109,6 +109,36 @@ def infer(
 
 @main.command()
 @broker_option
+@click.argument("device")
+@click.option("--undo", is_flag=True, help="Let the device have work again.")
+@click.option("--wait/--no-wait", default=True, help="Wait until it has no work.")
+@click.option("--timeout", default=300.0, type=click.FloatRange(0.1), help="Seconds to wait at most.")
+@click.option("--json", "as_json", is_flag=True, help="The answer as JSON.")
+def drain(broker: str | None, device: str, undo: bool, wait: bool, timeout: float, as_json: bool) -> None:
+    """Move the work of DEVICE to others, so that it can be switched off. Requests that run go on."""
+    from potluck.tools.drain import drain as run_drain
+
+    console = make_console()
+
+    async def work() -> None:
+        async with Client(await broker_address(broker)) as client:
+            if undo:
+                now = await client.drain(device, back=True)
+            else:
+                say = (lambda _: None) if as_json else console.print
+                now = await run_drain(client, device, say, wait=wait, timeout_s=timeout)
+        if as_json:
+            click.echo(msgspec.json.encode(now).decode())
+        elif undo:
+            console.print(f"{device} may have work again.")
+        else:
+            console.print(f"{device}: {now.text}")
+
+    run(work())
+
+
+@main.command()
+@broker_option
 @click.option("--memory", is_flag=True, help="What layers take of what each device offers.")
 @click.option("--json", "as_json", is_flag=True, help="The whole state as JSON.")
 def ps(broker: str | None, memory: bool, as_json: bool) -> None:
