@@ -17,31 +17,25 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 
 from potluck.broker.config import BrokerConfig
-from potluck.broker.effects import Effect, RequestFailed, RequestFinished
-from potluck.broker.events import BrokerEvent, RequestSubmitted
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.rest import make_app
-from potluck.broker.server import BrokerServer
 from potluck.planner.even import plan_even
 from potluck.planner.plan import ModelShape, Planner
 from potluck.runtime.client import Client
 from potluck.runtime.memory import MemoryNetwork, MemoryTransport
 from potluck.stage.compute import InlineLane
-from potluck.stage.engines.fake import FakeEngine, fake_continuation
+from potluck.stage.engines.fake import FakeEngine
 from potluck.stage.engines.fake_model import VOCAB, WIDTH
 from potluck.stage.engines.fake_vocabulary import FakeVocabulary
-from potluck.stage.events import StageEvent, Welcomed
 from potluck.stage.settings import StageSettings
-from potluck.stage.worker import StageWorker
-from potluck.wire.ids import Epoch, RequestId, StageId
-from potluck.wire.messages import Assign, ChatMessage, ModelRef
-from potluck.wire.sampling import GREEDY, Sampling
+from potluck.wire.ids import Epoch, StageId
+from potluck.wire.messages import ChatMessage, ModelRef
 from sim.call import Call
+from sim.watched import LAYERS, TroubledEngine, Troubles, WatchedBroker, WatchedStage, undisturbed
 from sim.weather import HOST, Forecast, HostsLoop
 
 T = TypeVar("T")
 
-LAYERS = 12
 MODEL = ModelRef("toy", "fp-toy", LAYERS, WIDTH, "fake")
 SHAPE = ModelShape("toy", LAYERS, WIDTH, (100,) * LAYERS, 0, 50, frozenset(range(1, LAYERS)))
 CONFIG = BrokerConfig(
@@ -72,11 +66,6 @@ class HouseCodec(FakeVocabulary):
 CODEC = HouseCodec(VOCAB)
 
 
-def undisturbed(prompt: tuple[int, ...], n: int, sampling: Sampling = GREEDY) -> list[int]:
-    """The tokens that must come out, whatever happens on the way."""
-    return fake_continuation(prompt, n, LAYERS, sampling=sampling)
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What a stage's device takes, in seconds of virtual time."""
@@ -84,58 +73,6 @@ class Cost:
     batch_s: float = 0.0
     token_layer_s: float = 0.0
     load_s: float = 0.0
-
-
-class WatchedStage(StageWorker):
-    """A stage whose core is checked after every event."""
-
-    house: House
-    load_s = 0.0
-
-    def feed(self, event: StageEvent) -> None:
-        epoch = self.machine.state.epoch
-        super().feed(event)
-        with self.house.noticing():
-            self.machine.validate()
-            assert self.machine.state.epoch >= epoch or isinstance(event, Welcomed), "an epoch went back"
-        self.house.stir()
-
-    def _load(self, number: int, assign: Assign) -> None:
-        self._loop.call_later(self.load_s, super()._load, number, assign)
-
-
-class WatchedBroker(BrokerServer):
-    """A broker whose core is checked after every event, and which knows how each request ended."""
-
-    house: House
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.ends: dict[RequestId, tuple[RequestFinished | RequestFailed, float]] = {}
-        """How and when each request ended."""
-        self.asked_by: dict[str, RequestId] = {}
-        """The request of an HTTP call, by the call's name."""
-        self.epochs: list[float] = []
-        """When each plan was made."""
-        super().__init__(*args, **more)
-
-    def feed(self, event: BrokerEvent) -> None:
-        epoch = self.machine.state.epoch
-        if isinstance(event, RequestSubmitted):
-            self.asked_by[event.cause.rpartition(" ")[2]] = event.request
-        with self.house.noticing():
-            super().feed(event)
-            self.machine.validate()
-            assert self.machine.state.epoch >= epoch, "an epoch went back"
-        if self.machine.state.epoch > epoch:
-            self.epochs.append(self.house.now)
-        self.house.stir()
-
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, RequestFinished | RequestFailed):
-            with self.house.noticing():
-                assert effect.request not in self.ends, f"{effect.request} ended twice"
-            self.ends[effect.request] = (effect, self.house.now)
-        super()._perform(effect)
 
 
 class House:
@@ -160,6 +97,7 @@ class House:
         self._runs: dict[str, asyncio.Task[int]] = {}
         self._clients: list[Client] = []
         self._engines: dict[str, list[FakeEngine]] = {}
+        self._troubles: dict[str, Troubles] = {}
         self._stirred = asyncio.Event()
         self._starts = itertools.count(1)
         self._ids = itertools.count(1)
@@ -192,7 +130,7 @@ class House:
                 random_seed=lambda: next(self._seeds),
             )
         )
-        self.server.house = self
+        self.server.watch = self
         context.run(self.server.start)
         self.app = make_app(
             self.server.gateway,
@@ -210,6 +148,8 @@ class House:
     def add_stage(self, name: str, cost: Cost = Cost()) -> WatchedStage:
         """A stage worker on a host of its own; one that was there before is started anew."""
         transport, context = self._host(name)
+        self._engines.pop(name, None)
+        self._troubles.pop(name, None)
         worker = WatchedStage(
             transport,
             CONTROL,
@@ -219,16 +159,20 @@ class House:
             stage_id=f"{name}/{next(self._starts)}",
             clock=self.loop.time,
         )
-        worker.house, worker.load_s = self, cost.load_s
+        worker.watch, worker.load_s = self, cost.load_s
         self.workers[name] = worker
         self._runs[name] = self.loop.create_task(worker.run(), context=context)
         self.tell(f"{name} starts ({cost})")
         return worker
 
     def _engine(self, name: str, cost: Cost) -> FakeEngine:
-        engine = FakeEngine(cost.token_layer_s, cost.batch_s)
+        engine = TroubledEngine(self.troubles(name), cost.token_layer_s, cost.batch_s)
         self._engines.setdefault(name, []).append(engine)
         return engine
+
+    def troubles(self, name: str) -> Troubles:
+        """What goes wrong next with the device's engine; a stage that is started anew begins without."""
+        return self._troubles.setdefault(name, Troubles())
 
     def pace(self, name: str, cost: Cost) -> None:
         """From now on the device takes this much, whatever it was measured with."""
@@ -383,6 +327,10 @@ class House:
         self.faults.append(context.get("exception") or AssertionError(context["message"]))
         self.stir()
 
+    def context(self, name: str) -> Context:
+        """What marks tasks as the host's: they freeze and die with it."""
+        return self._hosts[name][1].copy()
+
     def _host(self, name: str) -> tuple[MemoryTransport, Context]:
         """A new process on that host: its transport, and the context that marks what it starts as its own."""
         context = copy_context()
@@ -436,3 +384,19 @@ def in_house(
 
     with asyncio.Runner(loop_factory=HostsLoop) as runner:
         return runner.run(run())
+
+
+__all__ = [
+    "BROKER",
+    "CODEC",
+    "CONFIG",
+    "CONTROL",
+    "LAYERS",
+    "MODEL",
+    "RESULTS",
+    "SHAPE",
+    "Cost",
+    "House",
+    "in_house",
+    "undisturbed",
+]

@@ -70,6 +70,10 @@ class Forecast(Weather):
     def heal(self, one: str, other: str) -> None:
         self._cut.discard(frozenset((one, other)))
 
+    def fair(self) -> None:
+        """No link is slow any more."""
+        self._slow.clear()
+
     def connected(self, source: str, target: str) -> bool:
         return frozenset((source, target)) not in self._cut
 
