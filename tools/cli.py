@@ -384,6 +384,68 @@ def bench_plan(
     click.echo(report.to_json() if as_json else report.to_text())
 
 
+@bench.command("recovery")
+@click.option(
+    "--model", "-m", type=click.Path(path_type=Path), help="A GGUF file.  [default: the demo's model]"
+)
+@click.option("--kills", default=100, type=click.IntRange(1), help="How many faults.")
+@click.option("--streams", default=8, type=click.IntRange(1, 256), help="Answers that run all the time.")
+@click.option("--seed", default=1, type=click.IntRange(0), help="Draws prompts, moments and stages.")
+@click.option("--exact", is_flag=True, help="With compute.exact, so that every answer has to be the same.")
+@click.option(
+    "--fault",
+    default="kill",
+    type=click.Choice(["kill", "freeze", "hang", "two"]),
+    help="What happens to a stage: it is killed, stopped for a while, computes for ever, or two are killed at once.",
+)
+@click.option(
+    "--standby",
+    default="both",
+    type=click.Choice(["both", "auto", "off"]),
+    help="With slices on standby, without, or each for half of the faults.",
+)
+@click.option(
+    "--rounds-per-cluster",
+    default=25,
+    type=click.IntRange(1),
+    help="Faults until everything is started anew.",
+)
+@click.option(
+    "--logs",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the processes' logs in this folder.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def bench_recovery(
+    model: Path | None,
+    kills: int,
+    streams: int,
+    seed: int,
+    exact: bool,
+    fault: str,
+    standby: str,
+    rounds_per_cluster: int,
+    logs: Path | None,
+    as_json: bool,
+) -> None:
+    """Kill stages in the middle of answers, and count tokens that are lost and seconds until the next one.
+
+    The status is 1 if a token was lost or came twice, or a request failed.
+    """
+    from potluck.tools.bench_recovery import RecoveryBench, run_recovery
+    from potluck.tools.demo import demo_model
+    from potluck.tools.recovery_faults import Fault
+
+    bench = RecoveryBench(
+        model or demo_model(), kills, streams, seed, exact, Fault(fault), standby, rounds_per_cluster, logs
+    )
+    report = run(run_recovery(bench, lambda line: click.echo(line, err=True)))
+    click.echo(report.to_json() if as_json else report.to_text())
+    for line in report.faulty if as_json else ():
+        click.echo(line, err=True)
+    sys.exit(0 if report.tally.whole else 1)
+
+
 def _prompt(given: str | None) -> str:
     if given not in (None, "-"):
         return str(given)

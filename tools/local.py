@@ -65,6 +65,12 @@ class LocalCluster:
         self.stages.append(child)
         return child
 
+    async def start_anew(self, child: Child, *more: str) -> Child:
+        """The same stage again, as a new process, once the old one has ended. Raises TimeoutError if it does not."""
+        await asyncio.wait_for(child.process.wait(), STOP_S)
+        self.stages.remove(child)
+        return await self.start_stage(child.name, *more)
+
     async def start_broker(self, *options: str) -> None:
         """The broker, on free ports of the loopback."""
         self.broker = await self._spawn(
@@ -113,7 +119,7 @@ class LocalCluster:
         self, name: str, module: str, *arguments: str, stdout: int = asyncio.subprocess.DEVNULL
     ) -> Child:
         log = self.folder / f"{name}.log"
-        with log.open("wb") as sink:
+        with log.open("ab") as sink:  # a process that is started anew goes on with the log of the one before
             process = await asyncio.create_subprocess_exec(
                 # -P: from the repository's root, its folders would hide packages of the same name.
                 sys.executable, "-P", "-m", module, *arguments, stdout=stdout, stderr=sink, env=_environment(),
