@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import liveness, measuring, members, plans, recovery, requests, serving
+from potluck.broker import closing, liveness, measuring, members, plans, recovery, requests, serving
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -30,6 +30,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
             yield from members.remove(core, name, event.cause, f"no sign of life for {lost_after:g} s")
         members.watch(core)
     yield from measuring.time_passed(core, event.cause)
+    yield from closing.time_passed(core, event.cause)
     for chain in list(core.state.chains.values()):
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
@@ -95,7 +96,7 @@ def give_up_loading(core: Core, chain: Chain, cause: str) -> Iterator[Effect]:
 
 def next_deadline(core: Core) -> float | None:
     """When TimePassed is due, on the clock of `now`; None while nothing is waited for."""
-    times = [core.plan_due_s, core.check_due_s, core.measure_check_s]
+    times = [core.plan_due_s, core.check_due_s, core.measure_check_s, closing.next_s(core)]
     for chain in core.state.chains.values():
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))

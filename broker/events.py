@@ -155,6 +155,11 @@ class BatchBroke(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CloseAsked(Event):
+    """Whoever runs the broker wants it to end: at first when its requests are done, asked again at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed(Event):
     """`next_deadline` has come."""
 
@@ -162,5 +167,5 @@ class TimePassed(Event):
 BrokerEvent: TypeAlias = (
     StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
-    | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | TimePassed
+    | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | CloseAsked | TimePassed
 )  # fmt: skip
