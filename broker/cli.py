@@ -8,6 +8,7 @@ import json
 import logging
 import platform
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -131,6 +132,12 @@ ANY = ("0.0.0.0", "*", "::")
 @click.option(
     "--misses", default=3, type=click.IntRange(1, 1000), help="Beats missed before a stage is lost."
 )
+@click.option(
+    "--drain-timeout",
+    default=30.0,
+    type=click.FloatRange(0, 86_400),
+    help="Seconds that requests get to come to their end when the broker is stopped.",
+)
 @click.option("--announce", is_flag=True, hidden=True, help="Print the real addresses as one JSON line.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS))
 @click.option("--log-file", type=click.Path(), help="Log to this file instead of the terminal.")
@@ -160,6 +167,7 @@ def main(
     exact: bool,
     heartbeat: float,
     misses: int,
+    drain_timeout: float,
     announce: bool,
     log_level: str,
     log_file: str | None,
@@ -179,6 +187,7 @@ def main(
         context_tokens=context,
         chunk_tokens=chunk,
         queue_limit=queue,
+        drain_timeout_s=drain_timeout,
         min_stages=stages,
         activation="f32" if activation == "auto" else activation,
         exact=exact,
@@ -276,7 +285,7 @@ def make_machine(
 
 
 async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Planner, where: Where) -> int:
-    """Runs one broker until SIGINT or SIGTERM. Returns the exit code."""
+    """Runs one broker until SIGINT or SIGTERM, and then until its requests are done. Returns the exit code."""
     with contextlib.ExitStack() as stack:
         transport = ZmqTransport()
         stack.callback(transport.close)
@@ -314,8 +323,11 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
             log.info("On each device: potluck-stage --model FILE, or with the address: %s", given)
         else:
             log.info("On each device: %s", given)
-        stop = asyncio.Event()
-        with stop_signals(lambda _: stop.set()):
+
+        def ask_to_close(number: signal.Signals) -> None:
+            server.ask_to_close(number.name)
+
+        with stop_signals(ask_to_close, ask_to_close):
             web = None
             if rest is not None:
                 web = _web(server)
@@ -330,16 +342,15 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
                 }
                 click.echo(json.dumps(real))
             known = asyncio.create_task(_make_known(facts, name, server, where)) if where.is_known else None
-            await stop.wait()
-            log.info("Stopping: requests that run end with an error. Once more to stop at once.")
+            await server.wait_closed()
             if known is not None:
                 known.cancel()
-            await server.close()
-            if known is not None:
                 await asyncio.wait([known])
             if web is not None:
                 web.should_exit = True
                 await asyncio.wait([serving], timeout=WEB_STOP_S)
+            await server.close()
+    log.info("Closed.")
     return 0
 
 

@@ -42,6 +42,8 @@ class BrokerConfig:
     """Devices that serve only when others are lost."""
     wait_limit_s: float = 600.0
     """How long running requests wait for a new chain before they fail."""
+    drain_timeout_s: float = 30.0
+    """How long a broker that closes lets its requests go on."""
     activation: str = "f32"
     exact: bool = False
     users: int = 1

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import liveness, measuring, members, plans, recovery, requests, serving, switching
+from potluck.broker import (
+    closing,
+    liveness,
+    measuring,
+    members,
+    plans,
+    recovery,
+    requests,
+    serving,
+    switching,
+)
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -33,6 +43,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
     move_due_s = switching.deadline(core)
     if move_due_s is not None and core.now >= move_due_s:
         yield from switching.give_up(core, event.cause, f"no progress for {core.config.load_timeout_s:g} s")
+    yield from closing.time_passed(core, event.cause)
     for chain in list(core.state.chains.values()):
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))
@@ -99,7 +110,13 @@ def give_up_loading(core: Core, chain: Chain, cause: str) -> Iterator[Effect]:
 
 def next_deadline(core: Core) -> float | None:
     """When TimePassed is due, on the clock of `now`; None while nothing is waited for."""
-    times = [core.plan_due_s, core.check_due_s, core.measure_check_s, switching.deadline(core)]
+    times = [
+        core.plan_due_s,
+        core.check_due_s,
+        core.measure_check_s,
+        switching.deadline(core),
+        closing.next_s(core),
+    ]
     for chain in core.state.chains.values():
         if chain.in_flight:
             oldest = next(iter(chain.in_flight.values()))

@@ -96,6 +96,11 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Closed:
+    """The broker was to close, and nothing is left to do: its program may end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """One line for the log, in words."""
 
@@ -105,5 +110,5 @@ class Report:
 
 Effect: TypeAlias = (
     SendToStage | OpenChain | CloseChain | SendBatch
-    | RequestAccepted | RequestText | RequestFinished | RequestFailed | Report
+    | RequestAccepted | RequestText | RequestFinished | RequestFailed | Closed | Report
 )  # fmt: skip

@@ -197,6 +197,11 @@ class BatchBroke(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CloseAsked(Event):
+    """Whoever runs the broker wants it to end: at first when its requests are done, asked again at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed(Event):
     """`next_deadline` has come."""
 
@@ -205,5 +210,5 @@ BrokerEvent: TypeAlias = (
     StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
     | StagePrepared | StageNotPrepared | StageLeaves | DrainAsked | DrainEnded
-    | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | TimePassed
+    | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | CloseAsked | TimePassed
 )  # fmt: skip

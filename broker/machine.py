@@ -1,14 +1,25 @@
 """The broker's core: events in, effects out. Knows no socket, clock or thread. Pure.
 
 This file says what each event leads to. Who is a member is decided in `members`, epochs and chains in `plans`, requests
-in `serving`, what happens when nothing else does in `deadlines`; all of them work on one `Core`.
+in `serving`, how it all ends in `closing`, what happens when nothing else does in `deadlines`; all of them work on one
+`Core`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from potluck.broker import deadlines, draining, holding, measuring, members, planning, serving, switching
+from potluck.broker import (
+    closing,
+    deadlines,
+    draining,
+    holding,
+    measuring,
+    members,
+    planning,
+    serving,
+    switching,
+)
 from potluck.broker.config import BrokerConfig
 from potluck.broker.core import Core
 from potluck.broker.effects import Effect
@@ -16,6 +27,7 @@ from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
     BrokerEvent,
+    CloseAsked,
     DrainAsked,
     DrainEnded,
     LinkProbed,
@@ -84,8 +96,9 @@ class BrokerMachine:
 
     @property
     def missing(self) -> str:
-        """Why no chain serves, in words."""
-        return self.core.missing
+        """Why nothing new is served, in words."""
+        closes = self.core.state.closing is not None
+        return closing.refusal(self.core).what if closes else self.core.missing
 
     def handle(self, event: BrokerEvent, now: float) -> list[Effect]:
         """What is to be done because of `event`, in order. `now` never goes back."""
@@ -97,6 +110,7 @@ class BrokerMachine:
             effects += draining.end_if_empty(self.core, chain)
         if self.core.plan_due_s is not None and now >= self.core.plan_due_s:
             effects += planning.make_plan(self.core, event.cause)
+        effects += closing.finish(self.core, event.cause)
         batches: list[Effect] = list(serving.fill_chains(self.core))
         # The chain waits for its next micro-batch, so that goes out before anything that people read.
         return batches + effects if isinstance(event, BatchReturned) else effects + batches
@@ -142,6 +156,8 @@ class BrokerMachine:
                 return draining.ended(core, event)
             case StageLeft():
                 return members.remove(core, event.stage, event.cause, event.reason)
+            case CloseAsked():
+                return closing.ask(core, event)
             case TimePassed():
                 return deadlines.time_passed(core, event)
 

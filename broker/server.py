@@ -17,6 +17,7 @@ from potluck.broker.clients import ZmqClients
 from potluck.broker.draining import draining
 from potluck.broker.effects import (
     CloseChain,
+    Closed,
     Effect,
     OpenChain,
     Report,
@@ -31,6 +32,7 @@ from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
     BrokerEvent,
+    CloseAsked,
     DrainAsked,
     DrainEnded,
     LinkProbed,
@@ -57,7 +59,7 @@ from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.replies import Replies
 from potluck.runtime.transport import Push, Transport
 from potluck.wire import limits
-from potluck.wire.errors import FrameTooLargeError, MalformedError, PotluckError, UnavailableError, WireError
+from potluck.wire.errors import ClosingError, FrameTooLargeError, MalformedError, PotluckError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, StageId
 from potluck.wire.measures import LinkTiming
@@ -102,6 +104,8 @@ CONTROL: frozenset[type] = frozenset(
 )  # fmt: skip
 HERE = "tcp://127.0.0.1:0"
 """The host that a stage on this machine means by 0.0.0.0."""
+LAST_WORDS_S = 1.0
+"""What clients get to take the end of their requests from a broker that closes."""
 RESULTS: frozenset[type] = frozenset({BatchDone, BatchFailed, Ping})
 
 
@@ -163,6 +167,7 @@ class BrokerServer:
         self._clockwork: Clockwork[BrokerEvent, Effect] = Clockwork(machine, self._perform, self._tick)
         self._tasks: list[asyncio.Task[None]] = []
         self._last_refusal_log_s = float("-inf")
+        self._over = asyncio.Event()
 
     @property
     def control_endpoint(self) -> str:
@@ -192,9 +197,17 @@ class BrokerServer:
         while not self.machine.state.ready:
             await self.changed()
 
+    def ask_to_close(self, cause: str) -> None:
+        """Takes no new requests and lets the others come to their end; asked again, ends them at once."""
+        self.feed(CloseAsked(cause=cause))
+
+    async def wait_closed(self) -> None:
+        """Waits until a broker that was asked to close has nothing left to do."""
+        await self._over.wait()
+
     async def close(self) -> None:
-        """Ends every request with an error and closes the sockets."""
-        self.gateway.close(UnavailableError("The broker is shutting down.", retry_after_s=10))
+        """Closes the sockets, once what was said last is on its way; requests that still run end with an error."""
+        self.gateway.close(ClosingError(hint="Send the request again once a broker is there."))
         await asyncio.sleep(0)  # lets the HTTP streams send their last frame
         self._clockwork.close()
         for link in self._links.values():
@@ -203,7 +216,7 @@ class BrokerServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._control.close()
+        self._control.close(LAST_WORDS_S)
         self._results.close()
 
     # ---- the core's clockwork
@@ -240,6 +253,8 @@ class BrokerServer:
                 link = self._links.pop(chain, None)
                 if link is not None:
                     link.close()
+            case Closed():
+                self._over.set()
             case Report(level, text):
                 log.log(logging.getLevelNamesMapping()[level.upper()], text)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import hop_costs, plans, recovery, requests, scheduler
+from potluck.broker import closing, hop_costs, plans, recovery, requests, scheduler
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -43,6 +43,8 @@ MAX_BREAKS = 3
 def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
     """Takes a request in, or says why not."""
     try:
+        if core.state.closing is not None:
+            raise closing.refusal(core)
         requests.check_submission(event, core.state, core.config, core.vocabulary.size)
         if not core.state.ready and not core.moving:
             raise UnavailableError(

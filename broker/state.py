@@ -201,6 +201,16 @@ class Chain:
 
 
 @dataclass(slots=True)
+class Closing:
+    """How a broker that was asked to end stands with that."""
+
+    until_s: float
+    """When requests that are not done are ended."""
+    over: bool = False
+    """Whether the last one is done, and the shell was told so."""
+
+
+@dataclass(slots=True)
 class BrokerState:
     """Everything. Requests leave `requests` when they end."""
 
@@ -218,6 +228,8 @@ class BrokerState:
     next_batch: int = 1
     tokens_out: int = 0
     ended: int = 0
+    closing: Closing | None = None
+    """None while requests are taken."""
 
     @property
     def ready(self) -> bool:

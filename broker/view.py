@@ -23,7 +23,7 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
     return StateView(
         epoch=state.epoch,
         model=machine.model.name,
-        ready=state.ready,
+        ready=state.ready and state.closing is None,
         stages=tuple(_stage(machine.core, stage, order.get(stage.stage), now) for stage in stages),
         running=len(state.requests) - len(state.waiting),
         queued=len(state.waiting),
@@ -31,7 +31,7 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
         context_tokens=machine.config.context_tokens,
         uptime_s=max(0.0, now - started_s),
         tokens_out=state.tokens_out,
-        detail="" if state.ready else machine.missing,
+        detail="" if state.ready and state.closing is None else machine.missing,
     )
 
 

@@ -204,6 +204,9 @@ class _Bound(_Socket):
 
 
 class _MemoryRouter(_Bound):
+    def close(self, last_words_s: float = 0.0) -> None:
+        super().close()  # what was sent is on its way already
+
     def __init__(self, transport: MemoryTransport) -> None:
         super().__init__(transport)
         self.inbox: _Inbox[tuple[bytes, list[Buffer]]] = _Inbox()

@@ -74,6 +74,12 @@ class Health(_Section, frozen=True):
     standby: tuple[str, ...] = ()
 
 
+class Requests(_Section, frozen=True):
+    """How long requests may take."""
+
+    drain_timeout_seconds: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+
+
 class Security(_Section, frozen=True):
     """Keys and certificates."""
 
@@ -103,6 +109,7 @@ class Settings(_Section, frozen=True):
     transport: TransportSettings = TransportSettings()
     compute: Compute = Compute()
     health: Health = Health()
+    requests: Requests = Requests()
     security: Security = Security()
     logging: Logging = Logging()
 
@@ -177,6 +184,7 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         or None,
         "heartbeat": settings.health.heartbeat_seconds,
         "misses": settings.health.misses,
+        "drain_timeout": settings.requests.drain_timeout_seconds,
         "log_level": settings.logging.level,
         "log_file": settings.logging.file,
         "log_max_size_mb": settings.logging.max_size_mb if settings.logging.file else None,

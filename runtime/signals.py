@@ -14,17 +14,23 @@ ONE_SIGNAL_S = 0.5
 
 
 @contextlib.contextmanager
-def stop_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls `stop` on the event loop, a later one ends the process whatever it computes."""
+def stop_signals(*steps: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Each SIGINT or SIGTERM calls the next of `steps` on the event loop, the one after them ends the process whatever
+    it computes.
+    """
     loop = asyncio.get_running_loop()
-    first_s: float | None = None
+    last_s = float("-inf")
+    left = iter(steps)
 
     def on_signal(number: signal.Signals) -> None:
-        nonlocal first_s
-        if first_s is None:
-            first_s = loop.time()
-            stop(number)
-        elif loop.time() - first_s > ONE_SIGNAL_S:
+        nonlocal last_s
+        if loop.time() - last_s <= ONE_SIGNAL_S:
+            return
+        last_s = loop.time()
+        step = next(left, None)
+        if step is not None:
+            step(number)
+        else:
             sys.stderr.write("Stopped at once.\n")
             sys.stderr.flush()
             os._exit(128 + number)

@@ -26,6 +26,9 @@ class Socket(Protocol):
 class Router(Socket, Protocol):
     """Bound; talks with many dealers, each known by its identity."""
 
+    def close(self, last_words_s: float = 0.0) -> None:
+        """Drops what has not left within `last_words_s`, during which closing the transport waits for it."""
+
     async def recv(self) -> tuple[bytes, list[Buffer]]:
         """The next message and who sent it."""
 

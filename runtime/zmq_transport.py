@@ -2,7 +2,8 @@
 
 A socket's file descriptor is edge-triggered: after every read and write its events are looked at again, or a message
 would lie unseen. Frames arrive and leave as ZeroMQ's own buffers from `COPY_BELOW` bytes on; smaller ones are copied,
-which is cheaper than tracking them. LINGER is 0 everywhere: what a dead peer has not taken is dropped at close.
+which is cheaper than tracking them. LINGER is 0, but for a broker's last words: what a dead peer has not taken is
+dropped at close.
 """
 
 from __future__ import annotations
@@ -148,10 +149,10 @@ class _Socket:
         if endpoint.startswith("tcp://["):
             self.socket.setsockopt(zmq.IPV6, 1)
 
-    def close(self) -> None:
+    def close(self, last_words_s: float = 0.0) -> None:
         if not self.socket.closed:
             self._loop.remove_reader(self._fd)
-            self.socket.close(0)
+            self.socket.close(int(1000 * last_words_s))
         self._owner._sockets.discard(self)
 
 

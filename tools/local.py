@@ -134,8 +134,13 @@ def _environment() -> dict[str, str]:
 
 
 def _defaults(options: Sequence[str]) -> list[str]:
-    """Free ports, and an even plan: stages of one machine that are measured at the same time disturb each other."""
-    wanted = {"--port": "0", "--results-port": "0", "--http": "127.0.0.1:0", "--plan": "even"}
+    """Free ports, and an even plan: stages of one machine that are measured at the same time disturb each other.
+
+    The broker is stopped together with its stages, so it waits for no request.
+    """
+    wanted = {
+        "--port": "0", "--results-port": "0", "--http": "127.0.0.1:0", "--plan": "even", "--drain-timeout": "0",
+    }  # fmt: skip
     return [part for flag, value in wanted.items() if flag not in options for part in (flag, value)]
 
 

@@ -124,6 +124,12 @@ class NoBrokerError(UnavailableError):
     code = "no_broker"
 
 
+class ClosingError(UnavailableError):
+    """The broker is closing."""
+
+    code = "closing"
+
+
 class QueueFullError(UnavailableError):
     """More requests wait than the broker keeps."""
 

@@ -262,7 +262,7 @@ def test_a_broker_that_is_stopped_tells_its_clients_at_once_and_frees_its_ports(
             async with asyncio.timeout(DEADLINE_S):
                 assert await whole.broker.process.wait() == 0
         assert len(ended) == 5
-        assert all("shutting down" in error for error in ended), ended
+        assert all("broker is closing" in error for error in ended), ended
         for port in ports:
             with socket.create_server(("127.0.0.1", port)):
                 pass

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from potluck.broker.config import BrokerConfig
 from potluck.broker.effects import (
     CloseChain,
+    Closed,
     Effect,
     OpenChain,
     Report,
@@ -151,6 +152,8 @@ class CoreWorld:
         self.text: dict[RequestId, str] = {}
         self.ends: dict[RequestId, RequestFinished | RequestFailed] = {}
         self.reports: list[Report] = []
+        self.closed = 0
+        """How often the core has said that its broker may end."""
         self.beats_due = 0.0
 
     # -- what the test does
@@ -296,5 +299,7 @@ class CoreWorld:
             case RequestFinished(request) | RequestFailed(request):
                 assert request not in self.ends, f"{request} ended twice"
                 self.ends[request] = effect
+            case Closed():
+                self.closed += 1
             case Report():
                 self.reports.append(effect)
