@@ -109,9 +109,14 @@ ANY = ("0.0.0.0", "*", "::")
 @click.option(
     "--standby",
     default="auto",
-    metavar="auto|off|DEVICE[,DEVICE]",
-    help="Keep further layers loaded where memory allows, so that a lost device is replaced at once; devices that are "
-    "named serve only when others are lost.",
+    type=click.Choice(["auto", "off"]),
+    help="Keep further layers loaded where memory allows, so that a lost device is replaced at once.",
+)
+@click.option(
+    "--reserve",
+    multiple=True,
+    metavar="DEVICE",
+    help="This device serves only when others are lost. May be repeated.",
 )
 @click.option("--slots", default=8, type=click.IntRange(1, 256), help="Sequences served at the same time.")
 @click.option(
@@ -159,6 +164,7 @@ def main(
     plan: str,
     users: int,
     standby: str,
+    reserve: tuple[str, ...],
     slots: int,
     context: int,
     chunk: int,
@@ -193,8 +199,8 @@ def main(
         exact=exact,
         users=users,
         measure=plan == "measured",
-        standby=standby != "off",
-        standbys=() if standby in ("auto", "off") else parse_names(standby),
+        standby=standby == "auto",
+        reserve=reserve,
         replay_tokens=rows_of_one_kernel(facts),
     )
     planner: Planner
@@ -233,17 +239,6 @@ class Where:
     def is_known(self) -> bool:
         """Whether the broker makes itself known; nobody else could reach it on the loopback."""
         return self.known_as is not None and not is_loopback(self.address)
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """Device names from a comma-separated list. Raises SettingsError for an empty one."""
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise SettingsError(
-            f"--standby {text}: a device's name is empty.",
-            hint="Give auto, off, or names: --standby mini-03,mini-04",
-        )
-    return names
 
 
 def default_address(network_interface: str | None) -> str:

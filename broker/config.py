@@ -38,7 +38,7 @@ class BrokerConfig:
     """Answered tokens that are computed again in one chunk: below the sizes from which kernels sum in another order."""
     standby: bool = True
     """Whether stages keep further slices loaded, to take over at once when another one is lost."""
-    standbys: tuple[str, ...] = ()
+    reserve: tuple[str, ...] = ()
     """Devices that serve only when others are lost."""
     wait_limit_s: float = 600.0
     """How long running requests wait for a new chain before they fail."""

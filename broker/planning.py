@@ -172,7 +172,7 @@ def best_plan(core: Core, usable: list[Stage], network: Network) -> Plan:
     """The planner's, without the stages that are kept for a loss and those at which a micro-batch got stuck, as long
     as it finds one without them. Raises PlanError.
     """
-    spare = {*core.config.standbys}
+    spare = {*core.config.reserve}
     for choice in (
         [stage for stage in usable if not stage.suspect and stage.device not in spare],
         [stage for stage in usable if not stage.suspect],

@@ -45,7 +45,7 @@ from potluck.wire.messages import StateView
 STAGES = 3
 ASKS = 24
 """Different requests; the streams ask them again and again."""
-STANDBY_OFF: tuple[str, ...] = ()
+STANDBY_OFF: tuple[str, ...] = ("--standby", "off")
 """The broker's options for a cluster without standby slices."""
 MOST_BETWEEN_TOKENS = 10
 """A fault comes at most so many tokens of each stream after the one before is over."""
@@ -168,6 +168,7 @@ class _Run:
         options = [
             "--stages", str(STAGES), "--slots", str(bench.streams), "--context", str(CONTEXT_TOKENS), "--http", "off",
             *(["--exact"] if bench.exact else []), *([] if warm else STANDBY_OFF),
+            *(f"--reserve={stage_name(STAGES + extra)}" for extra in range(bench.fault.stages)),
         ]  # fmt: skip
         with self._folder(number) as folder:
             cluster = LocalCluster(bench.model, folder)

@@ -28,7 +28,7 @@ from potluck.wire.ids import ChainId, DeviceName, StageId
 from potluck.wire.measures import LinkTiming
 
 PROMPT = (1, 2, 3)
-STANDBY = BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, standbys=("spare",))
+STANDBY = BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, reserve=("spare",))
 
 
 def ready(world: CoreWorld) -> None:
@@ -113,7 +113,7 @@ def test_standby_that_is_off_keeps_nothing_loaded_and_says_what_a_loss_costs() -
 
 
 def test_a_spare_with_room_for_one_slice_holds_one() -> None:
-    config = BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, standbys=("spare",))
+    config = BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, reserve=("spare",))
     world = CoreWorld(config)
     world.join("a", offers=700)
     world.join("b", offers=700)
