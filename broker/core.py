@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from potluck.broker.config import BrokerConfig
 from potluck.broker.state import BrokerState, Chain, Stage, StageStatus
 from potluck.model.vocabulary import Vocabulary
-from potluck.planner.plan import ChainPlan, ModelShape, Plan, Planner
+from potluck.planner.plan import ChainPlan, ModelShape, Network, Plan, Planner
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import DeviceName, Epoch, StageId
 from potluck.wire.messages import ModelRef, Slice
@@ -24,6 +24,15 @@ class Move:
     """What has to be held by whom."""
     since_s: float
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the planner was asked. Its answer counts only as long as nothing else was asked since."""
+
+    number: int
+    asked: object
+    network: Network
 
 
 @dataclass(slots=True)
@@ -50,10 +59,14 @@ class Core:
     """The one in force."""
     planned_for: object = None
     """What the planner was last asked, and gave nothing better for."""
+    questions: int = 0
+    """That the planner was asked."""
     moving: bool = False
     """Whether stages load because of a better plan, and not because one was lost: requests wait for them."""
     broken: list[ChainPlan] = field(default_factory=list)
     """Chains that have ended because of a loss and are still to be replaced."""
+    question: Question | None = None
+    """What the planner is busy with."""
     move: Move | None = None
     """What is prepared for."""
     drained: set[DeviceName] = field(default_factory=set)
@@ -141,6 +154,8 @@ class Core:
             there = f"can serve, {', '.join(broken)} failed" if broken else "have joined"
             last = f" Last error: {self.last_error}" if self.last_error else ""
             return f"{usable} of at least {self.wanted} stages {there}.{last}"
+        if self.question is not None:
+            return "The stages have joined, a plan is being computed."
         if self.plan_error is not None:
             return str(self.plan_error)
         return "The stages have joined, planning is due."

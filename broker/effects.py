@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from potluck.planner.plan import Candidate, Network
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import ChainId, Epoch, RequestId, StageId
 from potluck.wire.messages import (
@@ -30,6 +31,18 @@ class SendToStage:
     stage: StageId
     message: Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePlan:
+    """Ask the planner, beside the event loop: with the first choice of stages, or the next if that gives none.
+
+    The answer is PlanComputed or PlanNotFound of this number.
+    """
+
+    number: int
+    choices: tuple[tuple[Candidate, ...], ...]
+    network: Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,6 @@ class Report:
 
 
 Effect: TypeAlias = (
-    SendToStage | OpenChain | CloseChain | SendBatch
+    SendToStage | ComputePlan | OpenChain | CloseChain | SendBatch
     | RequestAccepted | RequestText | RequestFinished | RequestFailed | Closed | Report
 )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from potluck.planner.plan import Plan
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, DeviceName, Epoch, RequestId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
@@ -105,6 +106,22 @@ class LinkSilent(Event):
 
     stage: StageId
     number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanComputed(Event):
+    """The planner has found a plan."""
+
+    number: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanNotFound(Event):
+    """The planner says that there is none."""
+
+    number: int
+    error: PotluckError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +226,6 @@ class TimePassed(Event):
 BrokerEvent: TypeAlias = (
     StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
-    | StagePrepared | StageNotPrepared | StageLeaves | DrainAsked | DrainEnded
+    | PlanComputed | PlanNotFound | StagePrepared | StageNotPrepared | StageLeaves | DrainAsked | DrainEnded
     | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | CloseAsked | TimePassed
 )  # fmt: skip

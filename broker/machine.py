@@ -32,6 +32,8 @@ from potluck.broker.events import (
     DrainEnded,
     LinkProbed,
     LinkSilent,
+    PlanComputed,
+    PlanNotFound,
     RequestCancelled,
     RequestSubmitted,
     StageBeat,
@@ -144,6 +146,10 @@ class BrokerMachine:
                 return measuring.probed(core, event)
             case LinkSilent():
                 return measuring.silent(core, event)
+            case PlanComputed():
+                return planning.computed(core, event)
+            case PlanNotFound():
+                return planning.not_found(core, event)
             case StagePrepared():
                 return holding.prepared(core, event)
             case StageNotPrepared():

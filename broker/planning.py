@@ -7,14 +7,15 @@ prepares for the next loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from potluck.broker import draining, measuring, moves, standby, switching, takeover
-from potluck.broker.core import Core
-from potluck.broker.effects import Effect, Report
+from potluck.broker.core import Core, Question
+from potluck.broker.effects import ComputePlan, Effect, Report
+from potluck.broker.events import PlanComputed, PlanNotFound
 from potluck.broker.state import Chain, Stage
-from potluck.planner.plan import ChainPlan, Network, Plan
+from potluck.planner.plan import Candidate, ChainPlan, ModelShape, Network, Plan, Planner
 from potluck.wire.errors import PlanError
 from potluck.wire.ids import StageId
 
@@ -30,7 +31,7 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
     if core.state.chains:
         yield from _improve(core, usable, cause)
     elif usable:
-        yield from _first(core, usable, cause)
+        yield from _first(core, usable)
 
 
 def _mend(core: Core, cause: str) -> Iterator[Effect]:
@@ -81,19 +82,58 @@ def _change(old: ChainPlan, new: ChainPlan) -> str:
     return f"{', '.join(takers)} takes over from {', '.join(gone)}."
 
 
-def _first(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
+def _first(core: Core, usable: list[Stage]) -> Iterator[Effect]:
     """Nothing serves or loads: the best plan, at once."""
     moves.forgive(core)
     network = measuring.network(core)
-    core.planned_for = _asked(core, usable, network)
-    try:
-        plan = best_plan(core, usable, network)
-    except PlanError as error:
-        core.last_error = core.plan_error = error
-        yield Report("error", str(error))
+    yield from _ask(core, usable, network)
+
+
+def _ask(core: Core, usable: list[Stage], network: Network) -> Iterator[Effect]:
+    """Asks the planner, unless it is busy with just that."""
+    asked = _asked(core, usable, network)
+    if core.question is not None and core.question.asked == asked:
         return
-    core.plan_error, core.drifted = None, False
-    yield from switching.switch(core, plan, cause, "the first plan")
+    core.questions += 1
+    core.question = Question(core.questions, asked, network)
+    choices = tuple(tuple(measuring.candidates(core, choice)) for choice in choices_of(core, usable))
+    yield ComputePlan(core.questions, choices, network)
+
+
+def computed(core: Core, event: PlanComputed) -> Iterator[Effect]:
+    """The planner's answer: the first plan, or perhaps a better one."""
+    question = _answered(core, event)
+    if question is None:
+        return
+    free = {stage.stage for stage in core.usable()}
+    if any(place.stage not in free for chain in event.plan.chains for place in chain.stages):
+        core.ask_for_plan(0.0)  # somebody left meanwhile
+    elif not core.state.chains:
+        core.planned_for, core.plan_error, core.drifted = question.asked, None, False
+        yield from switching.switch(core, event.plan, event.cause, "the first plan")
+    elif not _under_way(core):
+        yield from _weigh(core, question, event)
+        if not _under_way(core):
+            yield from standby.arrange(core)
+
+
+def not_found(core: Core, event: PlanNotFound) -> Iterator[Effect]:
+    """The planner has no plan for these stages."""
+    question = _answered(core, event)
+    if question is None:
+        return
+    core.planned_for = question.asked
+    if not core.state.chains:
+        core.last_error = core.plan_error = event.error
+    yield Report("error", str(event.error))
+
+
+def _answered(core: Core, event: PlanComputed | PlanNotFound) -> Question | None:
+    question = core.question
+    if question is None or question.number != event.number:
+        return None
+    core.question = None
+    return question
 
 
 def _improve(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
@@ -107,8 +147,8 @@ def _improve(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
         yield from _without(core, left, cause)
         return
     if core.may_change():
-        yield from _better(core, usable, cause)
-    if not _under_way(core):
+        yield from _better(core, usable)
+    if not _under_way(core) and core.question is None:
         yield from standby.arrange(core)
 
 
@@ -117,20 +157,18 @@ def _under_way(core: Core) -> bool:
     return core.move is not None or not all(chain.open for chain in core.state.chains.values())
 
 
-def _better(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
+def _better(core: Core, usable: list[Stage]) -> Iterator[Effect]:
     moves.forgive(core)
     network = measuring.network(core)
-    asked = _asked(core, usable, network)
-    if asked == core.planned_for:
-        return
-    try:
-        plan = best_plan(core, usable, network)
-    except PlanError as error:
-        yield Report("error", str(error))
-        return
-    core.planned_for, core.plan_error = asked, None
+    if _asked(core, usable, network) != core.planned_for:
+        yield from _ask(core, usable, network)
+
+
+def _weigh(core: Core, question: Question, event: PlanComputed) -> Iterator[Effect]:
+    """Whether the plan is worth it, and if so, the way there."""
+    core.planned_for, core.plan_error = question.asked, None
     closing = tuple(chain.plan for chain in core.state.chains.values() if chain.closing)
-    verdict = moves.worth_it(core, plan, network)
+    verdict = moves.worth_it(core, event.plan, question.network)
     if verdict.text:
         yield Report("info", verdict.text)
     if verdict.again_s is not None:
@@ -139,8 +177,8 @@ def _better(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
     if verdict.move:
         moves.note(core)
         core.drifted = False
-        plan = replace(plan, chains=(*closing, *plan.chains))
-        yield from switching.begin(core, plan, cause, "a better plan", forced=False)
+        plan = replace(event.plan, chains=(*closing, *event.plan.chains))
+        yield from switching.begin(core, plan, event.cause, "a better plan", forced=False)
 
 
 def _without(core: Core, left: list[Chain], cause: str) -> Iterator[Effect]:
@@ -168,21 +206,28 @@ def _without(core: Core, left: list[Chain], cause: str) -> Iterator[Effect]:
         )
 
 
-def best_plan(core: Core, usable: list[Stage], network: Network) -> Plan:
-    """The planner's, without the stages that are kept for a loss and those at which a micro-batch got stuck, as long
-    as it finds one without them. Raises PlanError.
+def choices_of(core: Core, usable: list[Stage]) -> list[list[Stage]]:
+    """Whom to plan with: without the stages that are kept in reserve and those at which a micro-batch got stuck, as
+    long as there is a plan without them.
     """
-    spare = {*core.config.reserve}
-    for choice in (
-        [stage for stage in usable if not stage.suspect and stage.device not in spare],
+    choices = [
+        [stage for stage in usable if not stage.suspect and stage.device not in core.config.reserve],
         [stage for stage in usable if not stage.suspect],
-    ):
-        if choice and len(choice) < len(usable):
-            try:
-                return core.planner(core.shape, measuring.candidates(core, choice), network)
-            except PlanError:
-                pass
-    return core.planner(core.shape, measuring.candidates(core, usable), network)
+        usable,
+    ]
+    return [choice for at, choice in enumerate(choices) if choice and choice not in choices[:at]]
+
+
+def choose(
+    planner: Planner, model: ModelShape, choices: Sequence[Sequence[Candidate]], network: Network
+) -> Plan:
+    """The plan of the first choice that has one. Raises the last one's PlanError."""
+    for choice in choices[:-1]:
+        try:
+            return planner(model, choice, network)
+        except PlanError:
+            continue
+    return planner(model, choices[-1], network)
 
 
 def _asked(core: Core, usable: list[Stage], network: Network) -> object:

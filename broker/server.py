@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from potluck.broker.draining import draining
 from potluck.broker.effects import (
     CloseChain,
     Closed,
+    ComputePlan,
     Effect,
     OpenChain,
     Report,
@@ -37,6 +38,8 @@ from potluck.broker.events import (
     DrainEnded,
     LinkProbed,
     LinkSilent,
+    PlanComputed,
+    PlanNotFound,
     StageBeat,
     StageBroke,
     StageLeaves,
@@ -52,14 +55,23 @@ from potluck.broker.events import (
 )
 from potluck.broker.gateway import Gateway, PromptCodec
 from potluck.broker.machine import BrokerMachine
+from potluck.broker.planning import choose
 from potluck.broker.planning_view import plan_view
 from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
 from potluck.runtime.clockwork import Clockwork
+from potluck.runtime.loop import in_thread
 from potluck.runtime.replies import Replies
 from potluck.runtime.transport import Push, Transport
 from potluck.wire import limits
-from potluck.wire.errors import ClosingError, FrameTooLargeError, MalformedError, PotluckError, WireError
+from potluck.wire.errors import (
+    ClosingError,
+    FrameTooLargeError,
+    MalformedError,
+    PlanError,
+    PotluckError,
+    WireError,
+)
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, StageId
 from potluck.wire.measures import LinkTiming
@@ -134,6 +146,9 @@ class _Link:
         self.push.close()
 
 
+Beside: TypeAlias = Callable[[Callable[[], BrokerEvent]], Awaitable[BrokerEvent]]
+
+
 class BrokerServer:
     """One broker on one event loop. `start`, then `gateway` takes requests until `close`."""
 
@@ -146,7 +161,9 @@ class BrokerServer:
         control: str,
         results: str,
         random_seed: Callable[[], int],
+        beside: Beside = in_thread,
     ) -> None:
+        """`beside` is where the planner runs: beside the event loop."""
         self.machine = machine
         self.gateway = Gateway(
             machine.model.name, codec, self.feed, random_seed, self.view, machine.config.context_tokens
@@ -166,6 +183,8 @@ class BrokerServer:
         self._replies = Replies(transport, HERE)
         self._clockwork: Clockwork[BrokerEvent, Effect] = Clockwork(machine, self._perform, self._tick)
         self._tasks: list[asyncio.Task[None]] = []
+        self._beside = beside
+        self._planning: set[asyncio.Task[None]] = set()
         self._last_refusal_log_s = float("-inf")
         self._over = asyncio.Event()
 
@@ -213,7 +232,7 @@ class BrokerServer:
         for link in self._links.values():
             link.close()
         self._replies.close()
-        for task in self._tasks:
+        for task in (*self._tasks, *self._planning):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._control.close(LAST_WORDS_S)
@@ -239,6 +258,10 @@ class BrokerServer:
                 self.gateway.deliver(effect)
             case SendToStage(stage, message, epoch):
                 self._control.send(stage.encode(), encode(message, epoch))
+            case ComputePlan():
+                task = self._loop.create_task(self._plan(effect))
+                self._planning.add(task)
+                task.add_done_callback(self._planning.discard)
             case OpenChain(chain, epoch, endpoint):
                 # a stage on this machine gives 0.0.0.0: the broker's own host
                 try:
@@ -257,6 +280,23 @@ class BrokerServer:
                 self._over.set()
             case Report(level, text):
                 log.log(logging.getLevelNamesMapping()[level.upper()], text)
+
+    async def _plan(self, ask: ComputePlan) -> None:
+        core = self.machine.core
+
+        def work() -> BrokerEvent:
+            try:
+                plan = choose(core.planner, core.shape, ask.choices, ask.network)
+            except PlanError as error:
+                return PlanNotFound(cause="planner", number=ask.number, error=error)
+            except Exception as error:
+                log.exception("the planner failed")
+                return PlanNotFound(
+                    cause="planner", number=ask.number, error=PlanError(f"The planner failed: {error}")
+                )
+            return PlanComputed(cause="planner", number=ask.number, plan=plan)
+
+        self.feed(await self._beside(work))
 
     # ---- frames in
 

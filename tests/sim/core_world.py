@@ -14,6 +14,7 @@ from potluck.broker.config import BrokerConfig
 from potluck.broker.effects import (
     CloseChain,
     Closed,
+    ComputePlan,
     Effect,
     OpenChain,
     Report,
@@ -27,6 +28,8 @@ from potluck.broker.effects import (
 from potluck.broker.events import (
     BatchReturned,
     BrokerEvent,
+    PlanComputed,
+    PlanNotFound,
     StageBeat,
     StageLeft,
     StageLoaded,
@@ -35,8 +38,10 @@ from potluck.broker.events import (
     TimePassed,
 )
 from potluck.broker.machine import BrokerMachine
+from potluck.broker.planning import choose
 from potluck.planner.even import plan_even
 from potluck.planner.plan import ModelShape, Planner
+from potluck.wire.errors import PlanError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, StageId
 from potluck.wire.measures import Capabilities
 from potluck.wire.messages import (
@@ -143,6 +148,7 @@ class CoreWorld:
         """Stage, number and index of what is still to be loaded besides."""
         self.prepares: dict[StageId, Prepare] = {}
         self.let_go: list[StageId] = []
+        self.plans: deque[ComputePlan] = deque()
         self.epochs: dict[StageId, Epoch] = {}
         self.chains: dict[ChainId, ChainWorld] = {}
         self.refused: list[StageId] = []
@@ -163,7 +169,16 @@ class CoreWorld:
         for effect in effects:
             self._perform(effect)
         self.core.validate()
+        while self.plans:
+            self.feed(self._plan(self.plans.popleft()))
         return effects
+
+    def _plan(self, ask: ComputePlan) -> BrokerEvent:
+        try:
+            plan = choose(self.core.core.planner, SHAPE, ask.choices, ask.network)
+        except PlanError as error:
+            return PlanNotFound(cause="planner", number=ask.number, error=error)
+        return PlanComputed(cause="planner", number=ask.number, plan=plan)
 
     def join(
         self, name: str, models: tuple[str, ...] = (MODEL.fingerprint,), *, start: int = 1, offers: int = 0
@@ -281,6 +296,8 @@ class CoreWorld:
                 self.probing[message.number] = (stage, message)
             case SendToStage(_, Welcome(), _):
                 pass
+            case ComputePlan():
+                self.plans.append(effect)
             case OpenChain(chain, epoch, _):
                 assert chain not in self.chains
                 self.chains[chain] = ChainWorld(epoch)
