@@ -1,7 +1,8 @@
 """The zmq clients' side of the broker: each Submit becomes a request, its events go back as Delta and Finished frames.
 
-A client that is gone can't be routed to: the first frame that doesn't go out cancels its request. Events go out as they
-come, without a task per request: with many streams that is most of what a broker does.
+A client whose connection closes has its requests cancelled. Where no closing is told of, it still can't be routed to:
+the first frame that doesn't go out cancels its request. Events go out as they come, without a task per request: with
+many streams that is most of what a broker does.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ class ZmqClients:
         ticket = self._tickets.pop((peer, cancel.request), None)
         if ticket is not None:
             ticket.cancel()
+
+    def closed(self, peer: bytes) -> None:
+        """Ends all requests of a client that is gone."""
+        for client, name in list(self._tickets):
+            if client == peer:
+                self.cancel(peer, Cancel(name))
 
     def _event(self, peer: bytes, name: str, event: RequestText | RequestFinished | RequestFailed) -> None:
         message: Message

@@ -7,6 +7,7 @@ so that a chain that takes nothing never holds up another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
@@ -62,7 +63,7 @@ from potluck.runtime.address import seen_from
 from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.loop import in_thread
 from potluck.runtime.replies import Replies
-from potluck.runtime.transport import Push, Transport
+from potluck.runtime.transport import PeerClosed, Push, Transport
 from potluck.wire import limits
 from potluck.wire.errors import (
     ClosingError,
@@ -173,7 +174,7 @@ class BrokerServer:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
-        self._control = transport.router(control)
+        self._control = transport.router(control, closings=True)
         try:
             self._results = transport.pull(results)
         except PotluckError:
@@ -302,14 +303,25 @@ class BrokerServer:
 
     async def _read_control(self) -> None:
         while True:
-            peer, frames = await self._control.recv()
+            heard = await self._control.hear()
+            peer = heard.peer if isinstance(heard, PeerClosed) else heard[0]
             try:
-                self._on_control(peer, decode(frames, CONTROL))
+                if isinstance(heard, PeerClosed):
+                    self._on_closed(peer)
+                else:
+                    self._on_control(peer, decode(heard[1], CONTROL))
             except WireError as error:
                 self._refuse(peer, error)
                 self._control.send(peer, encode(Refused(ErrorInfo.of(error)), self.machine.state.epoch))
             except Exception:  # a fault of ours must cost one message, never the broker's hearing
-                log.exception("A message from %s could not be handled.", peer.hex())
+                log.exception("What came from %s could not be handled.", peer.hex())
+
+    def _on_closed(self, peer: bytes) -> None:
+        """Whoever it was: clients and stages that are not known are passed over."""
+        self.clients.closed(peer)
+        with contextlib.suppress(UnicodeDecodeError):
+            stage = StageId(peer.decode())
+            self.feed(StageLeft(cause=f"stage {stage}", stage=stage, reason="its connection closed"))
 
     def _on_control(self, peer: bytes, envelope: Envelope) -> None:
         message = envelope.message

@@ -3,7 +3,8 @@
 Every host has its own transport. A `Weather` says for each message what becomes of it: how long it takes, whether it is
 lost or doubled. Order between one sender and one receiver is kept, as TCP keeps it: what is late holds up what follows.
 Closing a host's transport is its death: what it had queued is gone, what was on its way already still arrives, and no
-socket made afterwards works.
+socket made afterwards works. As over TCP, a router hears that a dealer closed, after all that the dealer had sent; it
+hears nothing of one that is frozen or cut off.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Generic, TypeVar
 
-from potluck.runtime.transport import Dealer, Pull, Push, Router, Transport
+from potluck.runtime.transport import Dealer, Heard, PeerClosed, Pull, Push, Router, Transport
 from potluck.wire.errors import PortInUseError
 from potluck.wire.frames import Buffer
 
@@ -37,6 +39,10 @@ class Weather:
     def fate(self, source: str, target: str, frames: Sequence[Buffer]) -> Fate:
         """Source and target are host names."""
         return Fate()
+
+    def closing(self, source: str, target: str) -> Fate:
+        """What becomes of the news that a connection from source to target was closed there."""
+        return Fate() if self.connected(source, target) else Fate(())
 
     def connected(self, source: str, target: str) -> bool:
         """Whether the two hosts reach each other at all: a push waits while they don't."""
@@ -82,6 +88,8 @@ class MemoryNetwork:
         self._dealers: dict[_MemoryDealer, None] = {}
         self._ports = count(20_000)
         self._lanes: dict[tuple[str, str, str], _Lane] = {}
+        self._context = copy_context()
+        """What is on its way belongs to the network, not to who sent it."""
 
     def host(self, name: str) -> MemoryTransport:
         """A transport for one host."""
@@ -100,17 +108,27 @@ class MemoryNetwork:
         if not copies:
             self.lost += 1
         frozen = _freeze(frames)
-        way = self._lanes.setdefault((source, target, lane), _Lane())
+        way = self._lane(source, target, lane)
         for delay in copies:
             self.delivered += 1
             way.send(delay, partial(arrive, list(frozen)))
         return len(copies)
 
+    def close(self, source: str, target: str, lane: str, arrive: Callable[[], None]) -> None:
+        """Tells that a connection closed, after all that is on its way there."""
+        for delay in self.weather.closing(source, target).delays_s[:1]:
+            self._lane(source, target, lane).send(delay, arrive)
+
+    def _lane(self, *way: str) -> _Lane:
+        source, target, lane = way
+        return self._lanes.setdefault((source, target, lane), _Lane(self._context))
+
 
 class _Lane:
     """What is on its way from one sender to one receiver: nothing overtakes, whatever the delays."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._coming: deque[Callable[[], None]] = deque()
         self._last_s = 0.0
 
@@ -119,7 +137,7 @@ class _Lane:
         self._last_s = max(loop.time() + delay_s, self._last_s)
         self._coming.append(arrive)
         # Timers of equal times come in any order: each one delivers whatever is first.
-        loop.call_at(self._last_s, self._deliver)
+        loop.call_at(self._last_s, self._deliver, context=self._context)
 
     def _deliver(self) -> None:
         self._coming.popleft()()
@@ -153,8 +171,8 @@ class MemoryTransport(Transport):
         else:
             self._sockets.append(socket)
 
-    def router(self, endpoint: str) -> Router:
-        router = _MemoryRouter(self)
+    def router(self, endpoint: str, *, closings: bool = False) -> Router:
+        router = _MemoryRouter(self, closings)
         router.endpoint = self._bind(endpoint, router)
         for dealer in list(self.network._dealers):
             dealer.flush()
@@ -207,20 +225,34 @@ class _MemoryRouter(_Bound):
     def close(self, last_words_s: float = 0.0) -> None:
         super().close()  # what was sent is on its way already
 
-    def __init__(self, transport: MemoryTransport) -> None:
+    def __init__(self, transport: MemoryTransport, closings: bool) -> None:
         super().__init__(transport)
-        self.inbox: _Inbox[tuple[bytes, list[Buffer]]] = _Inbox()
+        self.closings = closings
+        self.inbox: _Inbox[Heard] = _Inbox()
         self.peers: dict[bytes, _MemoryDealer] = {}
+        """Where each identity spoke last."""
 
     async def recv(self) -> tuple[bytes, list[Buffer]]:
+        while True:
+            heard = await self.hear()
+            if not isinstance(heard, PeerClosed):
+                return heard
+
+    async def hear(self) -> Heard:
         return await self.inbox.get()
 
     def arrive(self, dealer: _MemoryDealer, frames: list[Buffer]) -> None:
         if self.closed:
             return
-        if not dealer.closed:  # a newer dealer of the same identity takes its place
-            self.peers[dealer.identity] = dealer
+        self.peers[dealer.identity] = dealer  # a newer dealer of the same identity takes its place
         self.inbox.put((dealer.identity, frames))
+
+    def ended(self, dealer: _MemoryDealer) -> None:
+        """A connection closed: the end of its peer, unless that speaks on another one."""
+        if not self.closed and self.peers.get(dealer.identity) is dealer:
+            del self.peers[dealer.identity]
+            if self.closings:
+                self.inbox.put(PeerClosed(dealer.identity))
 
     def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
         dealer = self.peers.get(peer)
@@ -269,12 +301,20 @@ class _MemoryDealer(_Socket):
             self.network.carry(
                 self.transport.name,
                 router.transport.name,
-                f"{self.identity!r}>{self.endpoint}",
+                self._lane,
                 self._queue.popleft(),
                 lambda arrived: router.arrive(self, arrived),
             )
 
+    @property
+    def _lane(self) -> str:
+        return f"{self.identity!r}>{self.endpoint}"
+
     def close(self) -> None:
+        router = self.network._bound.get(self.endpoint)
+        if not self.closed and isinstance(router, _MemoryRouter):
+            ended = partial(router.ended, self)
+            self.network.close(self.transport.name, router.transport.name, self._lane, ended)
         self._queue.clear()
         self.network._dealers.pop(self, None)
         super().close()

@@ -8,9 +8,21 @@ dead peer. Sockets belong to the event loop that made them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from potluck.wire.frames import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """A dealer's connection is closed, and all that came on it has been received."""
+
+    peer: bytes
+
+
+Heard: TypeAlias = tuple[bytes, list[Buffer]] | PeerClosed
+"""What comes to a router: a message and who sent it, or the end of a connection."""
 
 
 class Socket(Protocol):
@@ -31,6 +43,13 @@ class Router(Socket, Protocol):
 
     async def recv(self) -> tuple[bytes, list[Buffer]]:
         """The next message and who sent it."""
+
+    async def hear(self) -> Heard:
+        """The next message, or the end of the connection of somebody who had sent one.
+
+        A dealer that speaks again over a new connection is not said to be closed, if that is known in time. Whether
+        every closing is heard of depends on the library and the network: a peer that is silent may be gone, too.
+        """
 
     def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
         """Queues frames for a peer; False if it is not connected or its queue is full."""
@@ -66,8 +85,8 @@ class Push(Socket, Protocol):
 class Transport(Protocol):
     """Makes sockets. Endpoints are `tcp://host:port`; port 0 or `*` when binding takes a free one."""
 
-    def router(self, endpoint: str) -> Router:
-        """Binds. Raises PortInUseError."""
+    def router(self, endpoint: str, *, closings: bool = False) -> Router:
+        """Binds. With `closings`, `hear` tells of closed connections, too. Raises PortInUseError."""
 
     def dealer(self, endpoint: str, identity: str) -> Dealer:
         """Connects under an identity of 1 to 255 bytes."""

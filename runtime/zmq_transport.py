@@ -4,28 +4,48 @@ A socket's file descriptor is edge-triggered: after every read and write its eve
 would lie unseen. Frames arrive and leave as ZeroMQ's own buffers from `COPY_BELOW` bytes on; smaller ones are copied,
 which is cheaper than tracking them. LINGER is 0, but for a broker's last words: what a dead peer has not taken is
 dropped at close.
+
+A router that tells of closings reads two more things: the descriptor that each message came from, and its monitor's
+news of descriptors that were accepted and closed. `connections` puts them together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import cast
 
 import zmq
 
-from potluck.runtime.transport import Dealer, Pull, Push, Router, Transport
+from potluck.runtime.connections import Connections
+from potluck.runtime.transport import Dealer, Heard, PeerClosed, Pull, Push, Router, Transport
 from potluck.wire import limits
 from potluck.wire.errors import PortInUseError, SettingsError
 from potluck.wire.frames import Buffer
 
+log = logging.getLogger("potluck.transport")
+
 COPY_BELOW = 1 << 15
 # As plain numbers: these run for every message, and arithmetic on enumerations is slow.
 _IN, _OUT, _NOBLOCK, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK), int(zmq.EVENTS)
+_ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_SRCFD = int(zmq.SRCFD)
+_NEWS = struct.Struct("=hi")
+"""How a monitor's message begins: the event, and its value, which for these two events is a descriptor."""
 DATA_QUEUE = 4
 """Micro-batches that one data connection queues on each side."""
 CONTROL_QUEUE = 10_000
+NEWS_QUEUE = 10_000
+"""News of connections that wait to be read. When they are more, ZeroMQ stops for it, and accepts nobody meanwhile."""
+HALF_OPEN_S = 30
+"""A connection whose other machine acknowledges nothing for this many seconds is closed, see `_end_half_open`."""
+PROBES = 3
+CONNECT_S = 5
+"""An attempt to connect that nobody answers is given up after this many seconds, and made again."""
 IN_A_ROW = 64
 """Messages read without a turn of the event loop: a peer that sends faster than they are handled must not stop it."""
 
@@ -45,9 +65,9 @@ class _Socket:
         socket.setsockopt(zmq.SNDHWM, queue)
         socket.setsockopt(zmq.RCVHWM, queue)
         socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
-        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        _end_half_open(socket)
         self.socket = socket
         self._arrived: deque[list[zmq.Frame]] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -66,8 +86,8 @@ class _Socket:
         if self.socket.closed:
             return
         events = cast(int, self.socket.get(_EVENTS))
-        if events & _IN and self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if events & _IN:
+            self._wake()
         if events & _OUT and self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
@@ -87,22 +107,32 @@ class _Socket:
         return self._arrived.popleft()
 
     async def _fill(self) -> None:
-        while True:
-            for _ in range(self.BURST):
-                try:
-                    self._arrived.append(self.socket.recv_multipart(_NOBLOCK, copy=False))
-                except zmq.Again:
-                    break
-            if self._writer is not None:
-                self._look_soon()
-            if self._arrived:
-                return
-            self._in_a_row = 0
-            self._reader = self._loop.create_future()
+        while not self._take():
+            await self._wait()
+
+    def _take(self) -> bool:
+        """Takes what has arrived; False if that is nothing."""
+        for _ in range(self.BURST):
             try:
-                await self._reader
-            finally:
-                self._reader = None
+                self._arrived.append(self.socket.recv_multipart(_NOBLOCK, copy=False))
+            except zmq.Again:
+                break
+        if self._writer is not None:
+            self._look_soon()
+        return bool(self._arrived)
+
+    async def _wait(self) -> None:
+        """Until there may be something to take."""
+        self._in_a_row = 0
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _send(self, frames: Sequence[Buffer]) -> bool:
         try:
@@ -156,19 +186,145 @@ class _Socket:
         self._owner._sockets.discard(self)
 
 
+def _end_half_open(socket: zmq.Socket[bytes]) -> None:
+    """Closes connections to machines that vanished without a word: the cable was pulled, the power failed.
+
+    A process that dies closes its connections, its machine sees to that. Of a machine that vanishes nobody is told, and
+    TCP by itself waits for two hours if it has nothing to send, and a quarter of an hour if it has. Our own beats find
+    a lost stage within seconds, and deadlines a lost micro-batch. They don't find the rest: a client that vanished (it
+    does not beat) would keep its slot to the end of its answer, a stage whose broker vanished would send into the void
+    when the broker is long back, and every such connection would hold a descriptor and a queue. Hence keepalive for
+    connections that are idle, and TCP_MAXRT (TCP_USER_TIMEOUT) for those with something unacknowledged, where TCP does
+    not probe. 30 s is as long as the shortest deadline of a micro-batch: a link that comes back earlier has lost
+    nothing, as TCP sends again by itself. Systems without TCP_USER_TIMEOUT have keepalive alone.
+
+    Not ZMQ_HEARTBEAT: that asks the process, and these options ask the machine. A frozen process answers no ZeroMQ
+    heartbeat, but its machine still acknowledges. How long a stage may be silent is said by its own beats, which people
+    can set; a client that is stopped by Ctrl-Z and goes on a minute later has lost nothing.
+
+    CONNECT_TIMEOUT: a machine that is off answers no SYN, and the pauses between attempts of one connect() grow up to a
+    minute. Given up early and made anew, the attempt finds a machine soon after it is back.
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, HALF_OPEN_S // 2)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, HALF_OPEN_S // 2 // PROBES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, HALF_OPEN_S * 1000)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_S * 1000)
+
+
 def _buffers(frames: Sequence[zmq.Frame]) -> list[Buffer]:
     return [frame.buffer for frame in frames]
+
+
+class _Monitor:
+    """News of the connections of one router, for its `Connections`. Made before the router binds, closed before it."""
+
+    def __init__(self, router: zmq.Socket[bytes], number: int, news: Callable[[], None]) -> None:
+        """`news` is called when some may have come. Raises ZMQError where ZeroMQ was built without monitors."""
+        self.connections = Connections()
+        self._router = router
+        self._loop = asyncio.get_running_loop()
+        where = f"inproc://connections-{number}"
+        router.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._pair = router.context.socket(zmq.PAIR)
+        self._pair.setsockopt(zmq.LINGER, 0)
+        self._pair.setsockopt(zmq.RCVHWM, NEWS_QUEUE)
+        self._pair.connect(where)
+        self._fd = cast(int, self._pair.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, news)
+
+    def read(self) -> bool:
+        """Tells `connections` what has come; False if that is nothing."""
+        news = False
+        while True:
+            try:
+                head = self._pair.recv_multipart(_NOBLOCK)[0]
+            except zmq.Again:
+                return news
+            event, descriptor = _NEWS.unpack_from(head)
+            if event == _ACCEPTED:
+                self.connections.opened(descriptor)
+            elif event == _DISCONNECTED:
+                self.connections.closed(descriptor)
+            news = True
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        # In this order: ZeroMQ's thread holds a lock while it waits for room in this queue, and to stop the monitor
+        # takes the lock. Once it has stopped nobody writes, and the reading end can go.
+        self.read()
+        self._router.disable_monitor()
+        self._pair.close(0)
 
 
 class _ZmqRouter(_Socket):
     BURST = 64
 
+    def __init__(self, owner: ZmqTransport, kind: int, queue: int, frame_bytes: int) -> None:
+        super().__init__(owner, kind, queue, frame_bytes)
+        self._monitor: _Monitor | None = None
+        self._gone: deque[bytes] = deque()
+
+    def watch(self, number: int) -> None:
+        """From now on `hear` tells of closings. To be called before binding, with another number for each router."""
+        try:
+            self._monitor = _Monitor(self.socket, number, self._news)
+        except zmq.ZMQError as error:
+            self._go_without(error)
+
     async def recv(self) -> tuple[bytes, list[Buffer]]:
+        while True:
+            heard = await self.hear()
+            if not isinstance(heard, PeerClosed):
+                return heard
+
+    async def hear(self) -> Heard:
+        while not self._gone and not self._arrived and not self._take():
+            await self._wait()
+        if self._gone:
+            return PeerClosed(self._gone.popleft())
         frames = await self._recv()
         return frames[0].bytes, _buffers(frames[1:])
 
+    def _take(self) -> bool:
+        monitor = self._monitor
+        if monitor is None:
+            return super()._take()
+        monitor.read()
+        some = super()._take()
+        if some:
+            monitor.read()  # again: what came with these messages happened before them
+            self._note(monitor.connections)
+        if not some or monitor.connections.overdue:
+            self._gone.extend(monitor.connections.settle())
+        return some or bool(self._gone)
+
+    def _note(self, connections: Connections) -> None:
+        try:
+            for frames in self._arrived:
+                connections.spoke(frames[-1].get(_SRCFD), frames[0].bytes)
+        except zmq.ZMQError as error:
+            self._go_without(error)
+
+    def _news(self) -> None:
+        if self._monitor is not None and self._monitor.read():
+            self._wake()
+
+    def _go_without(self, error: zmq.ZMQError) -> None:
+        log.info("This build of ZeroMQ does not tell of closed connections (%s); missed beats do.", error)
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
     def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
         return self._send([peer, *frames])
+
+    def close(self, last_words_s: float = 0.0) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        super().close(last_words_s)
 
 
 class _ZmqDealer(_Socket):
@@ -208,11 +364,14 @@ class ZmqTransport(Transport):
     def __init__(self) -> None:
         self.context = zmq.Context()
         self._sockets: set[_Socket] = set()
+        self._numbers = count(1)
 
-    def router(self, endpoint: str) -> Router:
+    def router(self, endpoint: str, *, closings: bool = False) -> Router:
         router = _ZmqRouter(self, zmq.ROUTER, CONTROL_QUEUE, limits.CONTROL_BODY_BYTES)
         router.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if closings:
+            router.watch(next(self._numbers))
         router._bind(endpoint)
         return router
 

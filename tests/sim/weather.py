@@ -77,6 +77,11 @@ class Forecast(Weather):
     def connected(self, source: str, target: str) -> bool:
         return frozenset((source, target)) not in self._cut
 
+    def closing(self, source: str, target: str) -> Fate:
+        if not self.connected(source, target):
+            return Fate(())
+        return Fate((self._slow.get((source, target), self.delay_s),))
+
     def fate(self, source: str, target: str, frames: Sequence[Buffer]) -> Fate:
         if not self.connected(source, target):
             return Fate(())
