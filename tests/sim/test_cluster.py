@@ -232,7 +232,7 @@ def test_a_stage_that_beats_but_computes_no_more_is_found_and_avoided() -> None:
         client = house.client()
         running = [asyncio.create_task(ask(client, 40, (256, n))) for n in range(4)]
         await house.until(lambda: house.core.state.tokens_out > 30)
-        engine = house.workers["b"]._holder._engine
+        (engine,) = house.workers["b"]._holder.engines
         assert isinstance(engine, FakeEngine)
         engine.seconds_per_batch = 1e6
         begun_s = house.now
@@ -389,14 +389,14 @@ def test_stages_find_a_restarted_broker_by_themselves_and_keep_what_they_hold() 
     async def story(house: House) -> None:
         await house.serving("a", "b", "c", cost=Cost(0.01, load_s=5.0))
         await ask(house.client())
-        engines = [house.workers[name]._holder._engine for name in "abc"]
+        engines = [house.workers[name]._holder.engines for name in "abc"]
         await house.kill(BROKER)
         await asyncio.sleep(3.0)
         house.start_broker()
         begun_s = house.now
         await house.until(lambda: house.chain == ["a", "b", "c"])
         assert house.now - begun_s < CONFIG.heartbeat_s + CONFIG.settle_s + 1.0
-        assert [house.workers[name]._holder._engine for name in "abc"] == engines
+        assert [house.workers[name]._holder.engines for name in "abc"] == engines
         await ask(house.client("other"))
 
     in_house(story)
