@@ -62,7 +62,7 @@ class Core:
     questions: int = 0
     """That the planner was asked."""
     moving: bool = False
-    """Whether stages load because of a better plan, and not because one was lost: requests wait for them."""
+    """Whether the chains that are to serve next will do so soon: new requests wait for them."""
     broken: list[ChainPlan] = field(default_factory=list)
     """Chains that have ended because of a loss and are still to be replaced."""
     question: Question | None = None

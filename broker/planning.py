@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from potluck.broker import draining, measuring, moves, standby, switching, takeover
+from potluck.broker import draining, holding, measuring, moves, standby, switching, takeover
 from potluck.broker.core import Core, Question
 from potluck.broker.effects import ComputePlan, Effect, Report
 from potluck.broker.events import PlanComputed, PlanNotFound
@@ -50,6 +50,11 @@ def _mend(core: Core, cause: str) -> Iterator[Effect]:
         in_force = tuple(chain.plan for chain in core.state.chains.values())
         core.plan = Plan((*in_force, *chains), tuple(reasons))
         core.planned_for = None
+        core.moving = all(
+            holding.slice_of(core, place) in core.state.stages[place.stage].held
+            for chain in chains
+            for place in chain.stages
+        )
         yield from switching.open_chains(core, chains, reasons, cause)
     elif core.state.chains:
         yield Report(

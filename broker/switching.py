@@ -33,7 +33,6 @@ def begin(core: Core, plan: Plan, cause: str, why: str, *, forced: bool) -> Iter
         return
     if not _room_for_both(core, wanted):
         if forced or not core.state.requests:
-            core.moving = True
             yield from switch(core, plan, cause, why)
         else:
             core.planned_for = None
@@ -84,6 +83,7 @@ def deadline(core: Core) -> float | None:
 def switch(core: Core, plan: Plan, cause: str, why: str) -> Iterator[Effect]:
     """The plan comes into force in a new epoch."""
     core.move = None
+    core.moving = bool(core.state.chains)
     for chain in list(core.state.chains.values()):
         same = next((new for new in plan.chains if new.stages == chain.plan.stages), None)
         if same is None:

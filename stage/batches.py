@@ -17,7 +17,7 @@ from potluck.stage.events import (
     Job,
     SendTimedOut,
 )
-from potluck.stage.state import StageIdentity, StageState, StageStatus
+from potluck.stage.state import Running, StageIdentity, StageState, StageStatus
 from potluck.wire.errors import MalformedError, Phase, PotluckError, StageError
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import BatchDone, BatchFailed, ErrorInfo, Hop
@@ -64,7 +64,9 @@ class Batches:
             return
         wanted.newest = message.batch
         size = sum(memoryview(array).nbytes for array in event.arrays)
-        yield StartCompute(Job(event.epoch, wanted.assign, message, event.arrays, size))
+        job = Job(event.epoch, wanted.assign, message, event.arrays, size)
+        self._state.running.append(Running(job))
+        yield StartCompute(job)
 
     def refused(self, event: DataRefused, now: float) -> Iterator[Effect]:
         """Something came in that is no micro-batch."""
@@ -77,7 +79,10 @@ class Batches:
     def computed(self, event: BatchComputed, now: float) -> Iterator[Effect]:
         """A micro-batch is computed: on to the next stage, or back to the broker."""
         job, state = event.job, self._state
-        state.breaks = 0
+        self._left_lane(job)
+        held = state.held.get(job.assign.slice)
+        if held is not None:
+            held.breaks = 0
         if not self._state.is_current(job.epoch):
             self._drop(
                 now, job.epoch, job.message.batch, event.cause, "its epoch ended while it was computed"
@@ -101,7 +106,10 @@ class Batches:
     def failed(self, event: BatchComputeFailed, now: float) -> Iterator[Effect]:
         """The engine could not compute a micro-batch: the broker is told who and why."""
         job = event.job
-        self._state.breaks += 1
+        self._left_lane(job)
+        held = self._state.held.get(job.assign.slice)
+        if held is not None:
+            held.breaks += 1
         if not self._state.is_current(job.epoch):
             self._drop(
                 now, job.epoch, job.message.batch, event.cause, "its epoch ended while it was computed"
@@ -110,6 +118,10 @@ class Batches:
         yield from self._fail_batch(
             now, job.epoch, job.message.batch, event.error, phase_of(job.message), event.cause
         )
+
+    def _left_lane(self, job: Job) -> None:
+        running = self._state.running
+        running[:] = [each for each in running if each.job is not job]
 
     def _fail_batch(
         self, now: float, epoch: Epoch, batch: int, error: PotluckError, phase: Phase, cause: str
@@ -134,4 +146,5 @@ class Batches:
 
     def skipped(self, event: BatchSkipped, now: float) -> None:
         """A micro-batch was not computed, because its epoch ended while it waited."""
+        self._left_lane(event.job)
         self._drop(now, event.job.epoch, event.job.message.batch, event.cause, "its epoch ended in the queue")

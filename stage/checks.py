@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from potluck.model.codecs import CODECS, Codec, encoded_bytes
 from potluck.wire.errors import MalformedError, Phase
 from potluck.wire.frames import Buffer
-from potluck.wire.messages import Assign, MicroBatch
+from potluck.wire.messages import Assign, MicroBatch, Slice
 
 
 def codec_of(activation: str) -> Codec:
@@ -27,11 +27,17 @@ def phase_of(message: MicroBatch) -> Phase:
     return Phase.DECODE if all(span.tokens == 1 for span in message.spans) else Phase.PREFILL
 
 
+def check_slice(wished: Slice) -> None:
+    """Raises MalformedError unless the layers are some of the model's."""
+    layers = wished.model.layers
+    if not 0 <= wished.first < wished.end <= layers:
+        raise MalformedError(f"Layers [{wished.first}, {wished.end}) of {layers} are no slice.")
+
+
 def check_assign(assign: Assign) -> None:
     """Raises MalformedError unless the layers are a slice at the place in the chain that the assignment names."""
+    check_slice(assign.slice)
     layers = assign.model.layers
-    if not 0 <= assign.first < assign.end <= layers:
-        raise MalformedError(f"Layers [{assign.first}, {assign.end}) of {layers} are no slice.")
     if assign.index >= assign.stages:
         raise MalformedError(f"There is no stage {assign.index} in a chain of {assign.stages}.")
     if assign.is_first != (assign.first == 0) or assign.is_last != (assign.end == layers):
@@ -71,4 +77,4 @@ def check_batch(assign: Assign, message: MicroBatch, arrays: Sequence[Buffer]) -
         raise MalformedError(f"Its arrays have {sizes} bytes where {expected} belong to {rows} tokens.")
 
 
-__all__ = ["check_assign", "check_batch", "codec_of", "phase_of"]
+__all__ = ["check_assign", "check_batch", "check_slice", "codec_of", "phase_of"]

@@ -1,4 +1,6 @@
-"""The compute lane: jobs one after the other, strictly in the order they came, beside the event loop.
+"""A lane: jobs one after the other, strictly in the order they came, beside the event loop.
+
+A stage has two of them: one computes micro-batches, the other loads, closes and measures.
 
 `ThreadLane` has a thread of its own that goes from one job to the next without asking the loop, so that the engine is
 never idle while jobs wait. `InlineLane` computes on the loop and lets each job take the time it says it costs: many

@@ -10,7 +10,6 @@ from potluck.wire.errors import PotluckError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
-    Assign,
     BatchDone,
     BatchFailed,
     Goodbye,
@@ -19,11 +18,14 @@ from potluck.wire.messages import (
     Measured,
     MeasureFailed,
     MicroBatch,
+    Prepared,
+    PrepareFailed,
     Probe,
     Probed,
     Progress,
     Ready,
     Register,
+    Slice,
     StageFailed,
 )
 
@@ -34,7 +36,8 @@ class SendControl:
 
     message: (
         Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
-    )
+        | Prepared | PrepareFailed
+    )  # fmt: skip
     epoch: Epoch
 
 
@@ -45,7 +48,7 @@ class Reconnect:
 
 @dataclass(frozen=True, slots=True)
 class StartMeasure:
-    """Time layers of this model, on the lane."""
+    """Time layers of this model, on the lane for loading."""
 
     number: int
     message: Measure
@@ -67,17 +70,25 @@ class StartProbe:
 
 @dataclass(frozen=True, slots=True)
 class StartLoad:
-    """Close what is loaded, then make and load this slice, on the lane. One load runs at a time."""
+    """Make an engine and load this slice, on the lane for loading. One load runs at a time."""
 
     number: int
-    assign: Assign
+    slice: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSlices:
+    """Close these slices' engines, on the lane for loading, before any load that is started later."""
+
+    slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ClearCaches:
-    """What is loaded is what is wanted: empty every slot, on the lane. Ends like a load."""
+    """This slice is held and wanted: empty every slot, on the compute lane. Ends like a load."""
 
     number: int
+    slice: Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +109,12 @@ class ConnectNext:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The epoch is over: drop what is queued for the lane and for the next stage, and close the way there."""
+    """The epoch is over: drop what is queued for the compute lane and for the next stage, and close the way there."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartCompute:
-    """Queue a micro-batch for the lane."""
+    """Queue a micro-batch for the compute lane."""
 
     job: Job
 
@@ -144,6 +155,6 @@ class Report:
 
 Effect: TypeAlias = (
     SendControl | Reconnect | StartMeasure | CancelMeasure | StartProbe
-    | StartLoad | ClearCaches | CancelLoad | ConnectNext | Disconnect
+    | StartLoad | CloseSlices | ClearCaches | CancelLoad | ConnectNext | Disconnect
     | StartCompute | ForwardBatch | SendResult | Exit | Report
 )  # fmt: skip

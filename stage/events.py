@@ -14,7 +14,18 @@ from potluck.wire.errors import PotluckError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import Epoch
 from potluck.wire.measures import LinkTiming, Profile
-from potluck.wire.messages import Assign, ErrorInfo, Measure, MicroBatch, Probe, Ready, StageFailed
+from potluck.wire.messages import (
+    Assign,
+    ErrorInfo,
+    Measure,
+    MicroBatch,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    Probe,
+    Ready,
+    StageFailed,
+)
 from potluck.wire.sampling import TokenLogprobs
 
 
@@ -87,6 +98,13 @@ class Released(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareAsked(Event):
+    """The broker wants slices held besides what is assigned."""
+
+    message: Prepare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRefused(Event):
     """A frame on the control socket is not one the broker may send, or of another protocol version."""
 
@@ -98,7 +116,7 @@ class ControlNotSent(Event):
     """A control message could not even be queued."""
 
     epoch: Epoch
-    message: Ready | StageFailed
+    message: Ready | StageFailed | Prepared | PrepareFailed
 
 
 # ---- measuring, numbered by the effect that began it
@@ -174,7 +192,7 @@ class LoadProgressed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFinished(Event):
-    """The engine holds the slice, all its slots empty."""
+    """An engine holds the slice, all its slots empty."""
 
     number: int
     loaded: Loaded
@@ -183,7 +201,7 @@ class LoadFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFailed(Event):
-    """The engine holds nothing."""
+    """The slice could not be loaded, or its caches not be emptied."""
 
     number: int
     error: PotluckError
@@ -191,7 +209,7 @@ class LoadFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCancelled(Event):
-    """The load was given up because it was no longer wanted: the engine holds nothing."""
+    """The load was given up because it was no longer wanted: nothing was loaded."""
 
     number: int
 
@@ -276,7 +294,7 @@ class StopAsked(Event):
 
 
 StageEvent: TypeAlias = (
-    Started | Welcomed | RefusedBy | Assigned | Released | ControlRefused | ControlNotSent
+    Started | Welcomed | RefusedBy | Assigned | Released | PrepareAsked | ControlRefused | ControlNotSent
     | MeasureAsked | MeasureProgressed | MeasureFinished | MeasureBroke | MeasureCancelled | ProbeAsked | ProbeEnded
     | LoadProgressed | LoadFinished | LoadFailed | LoadCancelled
     | BatchArrived | DataRefused | BatchComputed | BatchComputeFailed | BatchSkipped | BatchSent | SendTimedOut

@@ -1,8 +1,12 @@
-"""The slice that a stage holds: found, cut, loaded, cleared, closed. Runs on the compute lane. Pure but for files."""
+"""The slices that a stage holds: found, cut, loaded, cleared, closed. Pure but for files.
+
+Slices are loaded and closed on one lane, cleared and computed with on another. Who calls sees to it that no slice is
+closed while the other lane uses it; a slice that is being loaded is nobody else's until it is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -14,7 +18,7 @@ from potluck.stage.batch import compute_batch
 from potluck.stage.engine import Engine, Loaded, LoadSpec, Sampler, Work
 from potluck.stage.events import Computed, Job
 from potluck.wire.errors import EngineError, ModelError, Phase, PotluckError
-from potluck.wire.messages import Assign, int32_array
+from potluck.wire.messages import Slice, int32_array
 
 NO_MODEL = Path("no-model")
 """What an engine that needs no file is given as its file."""
@@ -31,8 +35,23 @@ class Models:
     cache_dir: Path
 
 
+@dataclass(slots=True)
+class _Kept:
+    """One slice that is loaded."""
+
+    engine: Engine
+    sampler: Sampler | None
+    loaded: Loaded
+    slots: int
+
+    def close(self) -> None:
+        if self.sampler is not None:
+            self.sampler.close()
+        self.engine.close()
+
+
 class Holder:
-    """At most one engine with its sampler. Used by one thread at a time."""
+    """An engine with its sampler for each slice that is held. Each is used by one thread at a time."""
 
     def __init__(
         self, make_engine: Callable[[], Engine], models: Models, threads: int, *, mlock: bool = False
@@ -41,21 +60,24 @@ class Holder:
         self._models = models
         self._threads = threads
         self._mlock = mlock
-        self._engine: Engine | None = None
-        self._sampler: Sampler | None = None
-        self._loaded: Loaded | None = None
-        self._slots = 0
+        self._kept: dict[Slice, _Kept] = {}
+        """Single steps of a dictionary are safe between threads."""
+        self._closed = False
 
-    def load(self, assign: Assign, wanted: Callable[[], bool], progressed: Progressed) -> Loaded | None:
-        """Closes what is held and loads the assigned slice. None if it was no longer `wanted` on the way.
+    @property
+    def engines(self) -> list[Engine]:
+        """Of what is held, in the order it was loaded."""
+        return [kept.engine for kept in self._kept.values()]
 
-        Raises PotluckError with the phase in it; nothing is held then.
+    def load(self, wished: Slice, wanted: Callable[[], bool], progressed: Progressed) -> Loaded | None:
+        """Loads a slice that is not held. None if it was no longer `wanted` on the way.
+
+        Raises PotluckError with the phase in it; nothing more is held then.
         """
-        self.close()
         if not wanted():
             return None
         progressed(Phase.SLICE, 0, 1)
-        files = self._files(assign)
+        files = self._files(wished)
         progressed(Phase.SLICE, 1, 1)
         if not wanted():
             return None
@@ -63,36 +85,42 @@ class Holder:
         spec = LoadSpec(
             slice_path=files.slice_path,
             embeddings_path=files.embeddings_path,
-            first=assign.first,
-            end=assign.end,
-            layers=assign.model.layers,
-            slots=assign.slots,
-            context_tokens=assign.context_tokens,
-            batch_tokens=assign.batch_tokens,
+            first=wished.first,
+            end=wished.end,
+            layers=wished.model.layers,
+            slots=wished.slots,
+            context_tokens=wished.context_tokens,
+            batch_tokens=wished.batch_tokens,
             threads=self._threads,
-            exact=assign.exact,
+            exact=wished.exact,
             # llama.cpp counts the output as one more layer, and takes it first
-            gpu_layers=assign.gpu_layers + 1 if assign.gpu_layers else 0,
+            gpu_layers=wished.gpu_layers + 1 if wished.gpu_layers else 0,
             mlock=self._mlock,
             tune=True,
         )
+        kept = self._open(wished, spec)
+        self._kept[wished] = kept
+        if self._closed:
+            self.drop((wished,))
+            return None
+        progressed(Phase.LOAD, 1, 1)
+        return kept.loaded
+
+    def _open(self, wished: Slice, spec: LoadSpec) -> _Kept:
         engine = self._make_engine()
         try:
             loaded = engine.load(spec)
-            if loaded.width != assign.model.width:
+            if loaded.width != wished.model.width:
                 raise ModelError(
-                    f"{assign.model.name} has rows of {loaded.width} here and {assign.model.width} at the broker."
+                    f"{wished.model.name} has rows of {loaded.width} here and {wished.model.width} at the broker."
                 )
-            self._sampler = engine.sampler() if spec.is_last else None
+            return _Kept(engine, engine.sampler() if spec.is_last else None, loaded, wished.slots)
         except Exception:
             engine.close()
             raise
-        self._engine, self._loaded, self._slots = engine, loaded, assign.slots
-        progressed(Phase.LOAD, 1, 1)
-        return loaded
 
-    def _files(self, assign: Assign) -> SliceFiles:
-        model = assign.model
+    def _files(self, wished: Slice) -> SliceFiles:
+        model = wished.model
         if model.fingerprint not in self._models.files:
             raise ModelError(
                 f"There is no copy of {model.name} (fingerprint {model.fingerprint[:12]}) here.",
@@ -101,7 +129,7 @@ class Holder:
             )
         source = self._models.files[model.fingerprint]
         if source is None:
-            return SliceFiles(NO_MODEL, NO_MODEL if assign.is_first else None)
+            return SliceFiles(NO_MODEL, NO_MODEL if wished.is_first else None)
         try:
             facts = read_facts(source)
             if facts.fingerprint != model.fingerprint:
@@ -109,8 +137,8 @@ class Holder:
             return ensure_slice(
                 source,
                 facts,
-                assign.first,
-                assign.end,
+                wished.first,
+                wished.end,
                 self._models.cache_dir,
                 allow_unlisted=is_verified(self._models.cache_dir, facts),
             )
@@ -118,39 +146,46 @@ class Holder:
             error.phase = error.phase or Phase.SLICE
             raise
 
-    def clear(self) -> Loaded:
-        """Empties every slot, and the sampler. Raises EngineError."""
-        engine, loaded = self._engine, self._loaded
-        if engine is None or loaded is None:
-            raise EngineError("Nothing is loaded.")
-        for slot in range(self._slots):
-            engine.free(slot)
-        if self._sampler is not None:
-            self._sampler.close()
-            self._sampler = engine.sampler()
-        return loaded
+    def clear(self, held: Slice) -> Loaded:
+        """Empties every slot of the slice, and its sampler. Raises EngineError."""
+        kept = self._find(held)
+        for slot in range(kept.slots):
+            kept.engine.free(slot)
+        if kept.sampler is not None:
+            kept.sampler.close()
+            kept.sampler = kept.engine.sampler()
+        return kept.loaded
 
     def compute(self, job: Job) -> Computed:
-        """One micro-batch. Raises PotluckError."""
-        if self._engine is None:
-            raise EngineError("Nothing is loaded.")
-        return compute_batch(self._engine, self._sampler, job)
+        """One micro-batch, by the slice of its assignment. Raises PotluckError."""
+        kept = self._find(job.assign.slice)
+        return compute_batch(kept.engine, kept.sampler, job)
+
+    def _find(self, held: Slice) -> _Kept:
+        kept = self._kept.get(held)
+        if kept is None:
+            raise EngineError(f"Layers {held.first}-{held.end - 1} of {held.model.name} are not loaded.")
+        return kept
 
     def cost_s(self, job: Job) -> float:
         """What the engine says a micro-batch will take, for lanes on virtual time; 0 if it says nothing."""
-        cost = getattr(self._engine, "cost_s", None)
+        kept = self._kept.get(job.assign.slice)
+        cost = None if kept is None else getattr(kept.engine, "cost_s", None)
         if cost is None or not job.message.spans:
             return 0.0
         return float(cost(Work(job.message.spans, int32_array(job.arrays[0], job.message.tokens))))
 
+    def drop(self, slices: Iterable[Slice]) -> None:
+        """Closes these, if they are held."""
+        for each in slices:
+            kept = self._kept.pop(each, None)
+            if kept is not None:
+                kept.close()
+
     def close(self) -> None:
-        """Lets go of everything."""
-        sampler, engine = self._sampler, self._engine
-        self._sampler = self._engine = self._loaded = None
-        if sampler is not None:
-            sampler.close()
-        if engine is not None:
-            engine.close()
+        """Lets go of everything, and of whatever is still being loaded."""
+        self._closed = True
+        self.drop(list(self._kept))
 
 
 __all__ = ["NO_MODEL", "Holder", "Models", "Progressed"]

@@ -1,8 +1,8 @@
 """The stage's core: events in, effects out. Knows no socket, clock or thread. Pure.
 
-It decides which epoch is valid, whether a slice must be loaded, which micro-batches are let in and what becomes of
-them. When to register and to beat is left to `membership`, how a slice is loaded to `holder`, what a micro-batch
-becomes to `batch`, frames and queues to `pipeline`.
+It decides which epoch is valid and what of a stage's life follows from the broker's words. When to register and to
+beat is left to `membership`, what is held and loaded to `loading`, what becomes of micro-batches to `batches`, how a
+slice is loaded to `holder`, what the layers make of a micro-batch to `batch`, frames and queues to `pipeline`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from potluck.stage.batches import Batches
 from potluck.stage.checks import check_assign
 from potluck.stage.effects import (
-    CancelLoad,
-    ClearCaches,
     ConnectNext,
     Disconnect,
     Effect,
     Exit,
     Report,
     SendControl,
-    StartLoad,
 )
 from potluck.stage.events import (
     Assigned,
@@ -41,6 +38,7 @@ from potluck.stage.events import (
     MeasureCancelled,
     MeasureFinished,
     MeasureProgressed,
+    PrepareAsked,
     ProbeAsked,
     ProbeEnded,
     RefusedBy,
@@ -52,24 +50,21 @@ from potluck.stage.events import (
     TimePassed,
     Welcomed,
 )
+from potluck.stage.loading import Loading
 from potluck.stage.measuring import Measuring
 from potluck.stage.membership import Membership
-from potluck.stage.state import Assignment, Held, Load, SliceKey, StageIdentity, StageState, StageStatus, Sums
-from potluck.wire.errors import MalformedError, Phase, PotluckError, StageError, VersionMismatchError
+from potluck.stage.state import Assignment, StageIdentity, StageState, StageStatus, Sums
+from potluck.wire.errors import MalformedError, PotluckError, StageError, VersionMismatchError
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
-    ErrorInfo,
     Goodbye,
     Heartbeat,
-    Progress,
+    Prepared,
+    PrepareFailed,
     Ready,
     StageFailed,
 )
 from potluck.wire.story import Story
-
-RELOAD_AFTER_BREAKS = 2
-"""After this many failed micro-batches in a row the engine is not trusted any more: the next epoch loads it anew."""
-PROGRESS_EVERY_S = 0.5
 
 
 class StageMachine:
@@ -81,10 +76,9 @@ class StageMachine:
         self.state = StageState()
         self.story = Story()
         self.batches = Batches(me, self.state, self.story)
+        self.loading = Loading(me, self.state, self.story)
         self.membership = Membership(me, broker, self.state.broker, self.story)
         self.measuring = Measuring(me.placed)
-        self._loads = 0
-        self._progress: tuple[str, float] = ("", float("-inf"))
         self._now = 0.0
 
     # ---- the interface
@@ -110,10 +104,13 @@ class StageMachine:
                 yield from self._control_refused(event)
             case ControlNotSent():
                 self._not_sent(event)
+            case PrepareAsked():
+                if self.state.broker.joined:
+                    yield from self.loading.prepare(event, self._now)
             case LoadProgressed():
-                yield from self._progressed(event)
+                yield from self.loading.progressed(event, self._now)
             case LoadFinished() | LoadFailed() | LoadCancelled():
-                yield from self._load_ended(event)
+                yield from self.loading.ended(event, self._now)
             case MeasureAsked():
                 if self.state.broker.joined:
                     yield from self.measuring.ask(event, self.state.epoch, self._now)
@@ -133,10 +130,13 @@ class StageMachine:
                 yield from self.batches.refused(event, self._now)
             case BatchComputed():
                 yield from self.batches.computed(event, self._now)
+                yield from self._lane_moved(event)
             case BatchComputeFailed():
                 yield from self.batches.failed(event, self._now)
+                yield from self._lane_moved(event)
             case BatchSkipped():
                 self.batches.skipped(event, self._now)
+                yield from self._lane_moved(event)
             case BatchSent():
                 if self.state.is_current(event.epoch):
                     self.state.sums.send_s += event.send_s
@@ -160,6 +160,7 @@ class StageMachine:
 
     def _welcomed(self, event: Welcomed) -> Iterator[Effect]:
         if self.membership.is_awaited():
+            self.loading.spare()
             yield from self._forget_assignment()
             self.state.epoch, self.state.spoken = event.epoch, False
             yield from self.membership.welcome(event, self._now)
@@ -185,6 +186,7 @@ class StageMachine:
     def _part(self, cause: str) -> Iterator[Effect]:
         """The broker does not know the stage any more: what it assigned is void, what is loaded stays."""
         if self.state.broker.joined:  # otherwise an answer to what was sent before the registration under way
+            self.loading.spare()
             yield from self._forget_assignment()
             yield from self.membership.part(cause, self.state.epoch, self._now)
 
@@ -202,6 +204,7 @@ class StageMachine:
         self._halt()
         self._tell("broker", event.cause, f"stopped: {event.reason}")
         yield from self.measuring.cancel()
+        yield from self.loading.cancel()
         yield Disconnect()
         yield SendControl(Goodbye(event.reason), self.state.epoch)
         yield Exit(0)
@@ -225,6 +228,7 @@ class StageMachine:
         yield from self._forget_assignment()
         state.epoch, state.spoken, state.sums = event.epoch, True, Sums()
         state.wanted = wanted = Assignment(event.epoch, event.assign)
+        state.spared = frozenset()
         assign = event.assign
         layers = f"layers {assign.first}-{assign.end - 1} of {assign.model.name}"
         self._tell(
@@ -233,21 +237,25 @@ class StageMachine:
         try:
             check_assign(assign)
         except MalformedError as error:
-            yield from self._conclude(wanted, error, event.cause)
+            yield from self.loading.conclude(wanted, error, event.cause, self._now)
+            yield from self.loading.settle(event.cause, self._now)
             return
         yield Report("info", f"Assigned {layers}, as stage {assign.index + 1} of {assign.stages}.")
         yield from self.measuring.cancel()
         yield ConnectNext(event.epoch, assign.next_endpoint, assign.results_endpoint)
-        yield from self._pursue()
+        yield from self.loading.settle(event.cause, self._now)
 
     def _released(self, event: Released) -> Iterator[Effect]:
         if not self._is_news(event.epoch):
             return
+        state = self.state
+        if state.wanted is not None and state.wanted.slice in state.held:
+            state.spared = frozenset({state.wanted.slice})
         yield from self._forget_assignment()
-        self.state.epoch, self.state.spoken, self.state.sums = event.epoch, True, Sums()
+        state.epoch, state.spoken, state.sums = event.epoch, True, Sums()
         self._tell(f"epoch {event.epoch}", event.cause, "released")
-        yield from self._cancel_load()
         yield Report("info", "Nothing to serve, standing by.")
+        yield from self.loading.settle(event.cause, self._now)
 
     def _is_news(self, epoch: Epoch) -> bool:
         """Whether the broker's word on this epoch is the first one, and of no older epoch."""
@@ -259,84 +267,19 @@ class StageMachine:
             self.state.wanted = None
             yield Disconnect()
 
-    # ---- loading
-
-    def _pursue(self) -> Iterator[Effect]:
-        """Takes the next step from what is held to what is wanted; a load that runs must end first."""
-        state, wanted = self.state, self.state.wanted
-        if wanted is None or wanted.outcome is not None:
-            return
-        if state.load is not None:
-            if state.load.key != wanted.key:
-                yield from self._cancel_load()
-            return
-        held, state.held = state.held, None
-        self._loads += 1
-        keep = held is not None and held.key == wanted.key and state.breaks < RELOAD_AFTER_BREAKS
-        state.load = Load(self._loads, wanted.key, only_clears=keep)
-        self._progress = ("", float("-inf"))
-        if keep:
-            yield ClearCaches(self._loads)
-        else:
-            yield StartLoad(self._loads, wanted.assign)
-
-    def _cancel_load(self) -> Iterator[Effect]:
-        load = self.state.load
-        if load is not None and not load.cancelled:
-            load.cancelled = True
-            yield CancelLoad(load.number)
-
-    def _progressed(self, event: LoadProgressed) -> Iterator[Effect]:
-        load, wanted = self.state.load, self.state.wanted
-        if load is None or load.number != event.number or wanted is None or wanted.key != load.key:
-            return
-        phase, told_s = self._progress
-        if event.phase != phase or event.done >= event.total or self._now - told_s >= PROGRESS_EVERY_S:
-            self._progress = (event.phase, self._now)
-            yield SendControl(Progress(Phase(event.phase), event.done, event.total), wanted.epoch)
-
-    def _load_ended(self, event: LoadFinished | LoadFailed | LoadCancelled) -> Iterator[Effect]:
-        state, load = self.state, self.state.load
-        if load is None or load.number != event.number:
-            return
-        state.load, state.breaks = None, 0
-        wanted = state.wanted if state.wanted is not None and state.wanted.outcome is None else None
-        ours = wanted is not None and wanted.key == load.key
-        match event:
-            case LoadFinished():
-                state.held = Held(load.key, event.loaded)
-                if wanted is not None and ours:
-                    sizes = event.loaded
-                    weights = sizes.weights_bytes + sizes.copied_bytes
-                    ready = Ready(event.load_s, weights, sizes.kv_bytes, sizes.compute_bytes)
-                    yield from self._conclude(wanted, ready, event.cause)
-                    return
-            case LoadFailed():
-                if wanted is not None and ours and not load.only_clears:
-                    yield from self._conclude(wanted, event.error, event.cause)
-                    return
-            case LoadCancelled():
-                pass
-        yield from self._pursue()
-
-    def _conclude(self, wanted: Assignment, outcome: Ready | PotluckError, cause: str) -> Iterator[Effect]:
-        """Tells the broker how loading ended."""
-        if isinstance(outcome, Ready):
-            wanted.outcome = outcome
-            text = f"ready after {outcome.load_s:.1f} s"
-            yield Report("info", f"{text[:1].upper()}{text[1:]}.")
-        else:
-            error = self.me.placed(outcome, Phase.LOAD)
-            wanted.outcome = StageFailed(ErrorInfo.of(error))
-            text = f"failed: {error}"
-            yield Report("error", str(error))
-        self._tell(f"epoch {wanted.epoch}", cause, text)
-        yield SendControl(wanted.outcome, wanted.epoch)
-
     def _not_sent(self, event: ControlNotSent) -> None:
-        wanted = self.state.wanted
-        if wanted is not None and wanted.epoch == event.epoch and wanted.outcome == event.message:
-            wanted.told = False  # the next beat tries again
+        """The next beat tries again."""
+        match event.message:
+            case Prepared() | PrepareFailed() as answer:
+                self.loading.not_sent(answer)
+            case Ready() | StageFailed() as outcome:
+                wanted = self.state.wanted
+                if wanted is not None and wanted.epoch == event.epoch and wanted.outcome == outcome:
+                    wanted.told = False
+
+    def _lane_moved(self, event: BatchComputed | BatchComputeFailed | BatchSkipped) -> Iterator[Effect]:
+        if self.loading.waits:
+            yield from self.loading.settle(event.cause, self._now)
 
     # ---- time
 
@@ -349,6 +292,7 @@ class StageMachine:
             if wanted is not None and not wanted.told and wanted.outcome is not None:
                 wanted.told = True
                 yield SendControl(wanted.outcome, wanted.epoch)
+            yield from self.loading.tell_again()
 
     # ---- helpers
 
@@ -356,4 +300,4 @@ class StageMachine:
         self.story.tell(self._now, subject, cause, text)
 
 
-__all__ = ["SliceKey", "StageIdentity", "StageMachine", "StageStatus"]
+__all__ = ["StageIdentity", "StageMachine", "StageStatus"]

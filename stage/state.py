@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Self
 
 from potluck.stage.engine import Loaded
+from potluck.stage.events import Job
 from potluck.wire.errors import Phase, PotluckError
 from potluck.wire.ids import Epoch
-from potluck.wire.messages import Assign, Capabilities, Ready, StageCounters, StageFailed
+from potluck.wire.messages import (
+    Assign,
+    Capabilities,
+    Prepared,
+    PrepareFailed,
+    Ready,
+    Slice,
+    StageCounters,
+    StageFailed,
+)
+
+RELOAD_AFTER_BREAKS = 2
+"""After this many failed micro-batches in a row an engine is not trusted any more: the next epoch loads it anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +63,6 @@ class StageStatus(StrEnum):
     STOPPED = "stopped"
 
 
-class SliceKey(NamedTuple):
-    """What an engine was loaded for. Assignments of equal keys differ in caches only."""
-
-    fingerprint: str
-    first: int
-    end: int
-    slots: int
-    context_tokens: int
-    batch_tokens: int
-    exact: bool
-    gpu_layers: int
-
-    @classmethod
-    def of(cls, assign: Assign) -> Self:
-        """The key of an assignment."""
-        return cls(
-            assign.model.fingerprint,
-            assign.first,
-            assign.end,
-            assign.slots,
-            assign.context_tokens,
-            assign.batch_tokens,
-            assign.exact,
-            assign.gpu_layers,
-        )
-
-
 @dataclass(slots=True)
 class Assignment:
     """What the broker wants in the current epoch, and what came of it."""
@@ -92,28 +77,75 @@ class Assignment:
     """The micro-batch that came last. Their numbers grow."""
 
     @property
-    def key(self) -> SliceKey:
-        """What the engine has to hold."""
-        return SliceKey.of(self.assign)
+    def slice(self) -> Slice:
+        """What has to be held for it."""
+        return self.assign.slice
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the broker still waits for an answer."""
+        return self.outcome is None
 
 
 @dataclass(slots=True)
 class Load:
-    """The one load that the lane is busy with."""
+    """The one load that is under way."""
 
     number: int
-    key: SliceKey
-    only_clears: bool = False
-    """The engine is kept and only its caches are emptied; should that fail, it is loaded anew."""
+    slice: Slice
     cancelled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the engine holds."""
+@dataclass(slots=True)
+class Clearing:
+    """The caches of a slice are emptied, on the compute lane, after what was queued there before."""
 
-    key: SliceKey
+    number: int
+    slice: Slice
+    due_s: float | None = None
+    """See Running."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A micro-batch that the compute lane was given."""
+
+    job: Job
+    due_s: float | None = None
+    """Since a newer epoch: when it counts as hanging."""
+
+
+@dataclass(slots=True)
+class Held:
+    """A slice that is loaded."""
+
     loaded: Loaded
+    breaks: int = 0
+    """Micro-batches in a row that its engine could not compute."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the engine may serve another epoch."""
+        return self.breaks < RELOAD_AFTER_BREAKS
+
+
+@dataclass(slots=True)
+class Preparation:
+    """The latest Prepare, and what came of it."""
+
+    number: int | None = None
+    """None if nobody waits for answers: none came yet, or a broker that began anew does not know of it."""
+    slices: tuple[Slice, ...] = ()
+    outcomes: dict[int, Prepared | PrepareFailed] = field(default_factory=dict)
+    """By the index of the slice."""
+    untold: set[int] = field(default_factory=set)
+    """Those outcomes that could not be sent."""
+
+    def open(self) -> list[tuple[int, Slice]]:
+        """What has no answer yet, in order."""
+        if self.number is None:
+            return []
+        return [each for each in enumerate(self.slices) if each[0] not in self.outcomes]
 
 
 @dataclass(slots=True)
@@ -167,10 +199,14 @@ class StageState:
     spoken: bool = False
     """Whether this epoch's Assign or Release has come."""
     wanted: Assignment | None = None
+    prepare: Preparation = field(default_factory=Preparation)
+    spared: frozenset[Slice] = frozenset()
+    """What was held when the assignment ended: it stays until the next Prepare or Assign."""
+    held: dict[Slice, Held] = field(default_factory=dict)
     load: Load | None = None
-    held: Held | None = None
-    breaks: int = 0
-    """Micro-batches in a row that the engine could not compute."""
+    clearing: Clearing | None = None
+    running: list[Running] = field(default_factory=list)
+    """In the order the compute lane got them."""
     sums: Sums = field(default_factory=Sums)
     stopped: bool = False
 
@@ -191,6 +227,24 @@ class StageState:
             case StageFailed():
                 return StageStatus.FAILED
 
+    @property
+    def keep(self) -> frozenset[Slice]:
+        """What is to stay held, and may be loaded."""
+        active = frozenset() if self.wanted is None else frozenset({self.wanted.slice})
+        return active | self.spared | frozenset(self.prepare.slices)
+
+    @property
+    def busy(self) -> frozenset[Slice]:
+        """What the compute lane is using, or will be: its engine is nobody else's."""
+        used = frozenset(running.job.assign.slice for running in self.running)
+        return used if self.clearing is None else used | {self.clearing.slice}
+
+    def serves(self, held: Slice) -> bool:
+        """Whether micro-batches are let in for it."""
+        return (
+            self.wanted is not None and self.wanted.slice == held and isinstance(self.wanted.outcome, Ready)
+        )
+
     def is_current(self, epoch: Epoch) -> bool:
         """Whether this is the epoch of what is assigned now."""
         return self.wanted is not None and epoch == self.wanted.epoch
@@ -198,7 +252,9 @@ class StageState:
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself."""
         broker, wanted = self.broker, self.wanted
-        assert self.load is None or self.held is None, "an engine can't hold a slice while another is loaded"
+        assert self.load is None or self.load.slice not in self.held, "what is held is not loaded again"
+        assert self.clearing is None or self.clearing.slice in self.held, "only what is held is cleared"
+        assert self.busy <= self.held.keys(), "an engine that computes is not closed"
         if self.stopped:
             assert (broker.register_due_s, broker.beat_due_s) == (None, None), (
                 "a stopped stage waits for nothing"
@@ -210,9 +266,12 @@ class StageState:
         assert not broker.joined or broker.register_due_s is None, "a joined stage does not register"
         assert wanted is None or broker.joined, "only a broker that knows the stage assigns"
         assert wanted is None or wanted.epoch == self.epoch, "what is wanted is of the current epoch"
+        assert self.held.keys() - self.keep <= self.busy, "what is not wanted is closed once it is free"
         if self.status is StageStatus.SERVING:
-            assert self.held is not None, "a stage that serves holds something"
             assert wanted is not None, "a stage that serves was assigned something"
-            assert self.held.key == wanted.key, "a stage serves what it holds"
+            assert wanted.slice in self.held, "a stage serves what it holds"
+            assert self.clearing is None or self.clearing.slice != wanted.slice, (
+                "caches are empty before it serves"
+            )
         if self.status is StageStatus.LOADING:
-            assert self.load is not None, "something is loaded for what is wanted"
+            assert self.load or self.clearing or self.busy, "something is done for what is wanted"

@@ -1,6 +1,6 @@
-"""A stage's shell: the connection to the broker, the data socket, the timer, the lane. Decides nothing.
+"""A stage's shell: the connection to the broker, the data socket, the timer, the lanes. Decides nothing.
 
-Many workers can run in one process: everything that differs comes in by `StageSettings`, a transport and a lane.
+Many workers can run in one process: everything that differs comes in by `StageSettings`, a transport and lanes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from potluck.stage.effects import (
     CancelLoad,
     CancelMeasure,
     ClearCaches,
+    CloseSlices,
     ConnectNext,
     Disconnect,
     Effect,
@@ -52,6 +53,7 @@ from potluck.stage.events import (
     MeasureCancelled,
     MeasureFinished,
     MeasureProgressed,
+    PrepareAsked,
     ProbeAsked,
     ProbeEnded,
     RefusedBy,
@@ -74,10 +76,14 @@ from potluck.wire.messages import (
     Assign,
     Envelope,
     Measure,
+    Prepare,
+    Prepared,
+    PrepareFailed,
     Probe,
     Ready,
     Refused,
     Release,
+    Slice,
     StageFailed,
     Welcome,
     decode,
@@ -86,9 +92,11 @@ from potluck.wire.messages import (
 
 log = logging.getLogger("potluck.stage")
 
-CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe})
+CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe, Prepare})
 Measurer: TypeAlias = Callable[[Measure, Callable[[], bool], Progressed], Profile | None]
-"""Measures this device; None if that was no longer wanted on the way. Raises PotluckError. Runs on the lane."""
+"""Measures this device; None if that was no longer wanted on the way. Raises PotluckError. Runs on the load lane."""
+RETOLD = Ready | StageFailed | Prepared | PrepareFailed
+"""What the core wants to hear of if it could not be sent."""
 GOODBYE_S = 0.05
 """What the goodbye gets to leave this machine before its socket is closed."""
 
@@ -133,6 +141,7 @@ class StageWorker:
         self._machine: StageMachine | None = None
         self._pipeline: Pipeline
         self._lane: ComputeLane
+        self._load_lane: ComputeLane
         self._dealer: Dealer
         self._reader: asyncio.Task[None]
         self._clockwork: Clockwork[StageEvent, Effect]
@@ -162,7 +171,7 @@ class StageWorker:
         except PotluckError:
             pull.close()
             raise
-        self._lane = self._make_lane()
+        self._lane, self._load_lane = self._make_lane(), self._make_lane()
         self._machine = StageMachine(
             self._identity(pull),
             self._broker_endpoint.removeprefix("tcp://"),
@@ -207,7 +216,10 @@ class StageWorker:
             probe.cancel()
         self._pipeline.close()
         self._dealer.close()
-        await self._lane.close(self._holder.close, self.settings.close_timeout_s)
+        patience_s = self.settings.close_timeout_s
+        await asyncio.gather(
+            self._lane.close(self._holder.close, patience_s), self._load_lane.close(_nothing, patience_s)
+        )
         self._ended.set()
 
     def _identity(self, pull: Pull) -> StageIdentity:
@@ -245,7 +257,7 @@ class StageWorker:
             case SendResult():
                 self._pipeline.result(effect)
             case SendControl(message, epoch):
-                if not self._dealer.send(encode(message, epoch)) and isinstance(message, Ready | StageFailed):
+                if not self._dealer.send(encode(message, epoch)) and isinstance(message, RETOLD):
                     event = ControlNotSent(cause="control socket", epoch=epoch, message=message)
                     self._loop.call_soon(self.feed, event)
             case Reconnect():
@@ -261,10 +273,12 @@ class StageWorker:
                 probe = self._spawn(self._probe(message))
                 self._probes.add(probe)
                 probe.add_done_callback(self._probes.discard)
-            case StartLoad(number, assign):
-                self._load(number, assign)
-            case ClearCaches(number):
-                self._on_lane(number, self._holder.clear)
+            case StartLoad(number, wished):
+                self._load(number, wished)
+            case CloseSlices(slices):
+                self._load_lane.submit(LaneJob(lambda: attempt(lambda: self._holder.drop(slices)), _ignore))
+            case ClearCaches(number, held):
+                self._on_lane(self._lane, number, lambda: self._holder.clear(held))
             case CancelLoad(number):
                 self._cancelled_load = number
             case ConnectNext():
@@ -280,7 +294,7 @@ class StageWorker:
                 if not self._exit.done():
                     self._exit.set_result(effect)
 
-    # ---- measuring: layers on the lane, links beside it
+    # ---- measuring: layers on the lane for loading, links beside it
 
     def _measure(self, number: int, message: Measure) -> None:
         cause = f"measurement {number}"
@@ -302,15 +316,15 @@ class StageWorker:
                     self.feed(MeasureFinished(cause=cause, number=number, profile=result))
 
         measure = self._measurer
-        self._lane.submit(LaneJob(lambda: attempt(lambda: measure(message, wanted, progressed)), done))
+        self._load_lane.submit(LaneJob(lambda: attempt(lambda: measure(message, wanted, progressed)), done))
 
     async def _probe(self, message: Probe) -> None:
         link = await self._pipeline.prober.run(message)
         self.feed(ProbeEnded(cause=f"probe {message.number}", number=message.number, link=link))
 
-    # ---- loading, on the lane
+    # ---- loading, on a lane of its own, and emptying caches, between micro-batches
 
-    def _load(self, number: int, assign: Assign) -> None:
+    def _load(self, number: int, wished: Slice) -> None:
         def wanted() -> bool:
             return self._cancelled_load < number
 
@@ -318,9 +332,9 @@ class StageWorker:
             event = LoadProgressed(cause=f"load {number}", number=number, phase=phase, done=done, total=total)
             self._loop.call_soon_threadsafe(self.feed, event)
 
-        self._on_lane(number, lambda: self._holder.load(assign, wanted, progressed))
+        self._on_lane(self._load_lane, number, lambda: self._holder.load(wished, wanted, progressed))
 
-    def _on_lane(self, number: int, work: Callable[[], Loaded | None]) -> None:
+    def _on_lane(self, lane: ComputeLane, number: int, work: Callable[[], Loaded | None]) -> None:
         def done(result: Loaded | PotluckError | None, spent: Spent) -> None:
             cause = f"load {number}"
             match result:
@@ -331,7 +345,7 @@ class StageWorker:
                 case Loaded():
                     self.feed(LoadFinished(cause=cause, number=number, loaded=result, load_s=spent.compute_s))
 
-        self._lane.submit(LaneJob(lambda: attempt(work), done))
+        lane.submit(LaneJob(lambda: attempt(work), done))
 
     # ---- frames from the broker
 
@@ -359,6 +373,14 @@ class StageWorker:
         return task
 
 
+def _nothing() -> None:
+    """The last word of the lane for loading: what it loaded is closed by the other one."""
+
+
+def _ignore(result: object, spent: Spent) -> None:
+    """Nobody waits for it."""
+
+
 def _event_of(envelope: Envelope) -> StageEvent:
     cause = "broker"
     epoch: Epoch = envelope.epoch
@@ -377,6 +399,8 @@ def _event_of(envelope: Envelope) -> StageEvent:
             return Assigned(cause=cause, epoch=epoch, assign=assign)
         case Release():
             return Released(cause=cause, epoch=epoch)
+        case Prepare() as prepare:
+            return PrepareAsked(cause=cause, message=prepare)
         case Measure() as measure:
             return MeasureAsked(cause=cause, message=measure)
         case Probe() as probe:

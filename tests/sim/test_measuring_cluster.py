@@ -81,7 +81,10 @@ def test_lost_pings_pongs_and_answers_hold_up_nothing_for_ever():
             Rule((Ping, Pong), chance=0.05, lose=True),
             Rule((Probed, Assign), chance=0.3, lose=True),
         ]
-        await house.serving("a", "b", "c", cost=COST)
+        for name in ("a", "b", "c"):
+            house.add_stage(name, COST)
+        await house.until(lambda: house.core.state.ready)
+        assert len(house.core.state.links) == 9
 
     in_house(story, config=MEASURED, weather=Forecast(seed=3, delay_s=0.001))
 

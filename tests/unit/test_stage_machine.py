@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from potluck.stage.effects import (
     CancelLoad,
     ClearCaches,
+    CloseSlices,
     ConnectNext,
     Disconnect,
-    Effect,
     Exit,
     ForwardBatch,
     Reconnect,
@@ -22,7 +22,6 @@ from potluck.stage.effects import (
     StartCompute,
     StartLoad,
 )
-from potluck.stage.engine import Loaded
 from potluck.stage.events import (
     Assigned,
     BatchArrived,
@@ -39,6 +38,7 @@ from potluck.stage.events import (
     LoadFailed,
     LoadFinished,
     LoadProgressed,
+    PrepareAsked,
     RefusedBy,
     Released,
     SendTimedOut,
@@ -48,7 +48,7 @@ from potluck.stage.events import (
     TimePassed,
     Welcomed,
 )
-from potluck.stage.machine import StageIdentity, StageMachine, StageStatus
+from potluck.stage.machine import StageStatus
 from potluck.stage.membership import REFUSED_RETRY_S, REGISTER_MOST_S
 from potluck.wire.errors import (
     EngineError,
@@ -69,9 +69,13 @@ from potluck.wire.messages import (
     Heartbeat,
     Hop,
     MicroBatch,
+    Prepare,
+    Prepared,
+    PrepareFailed,
     Progress,
     Ready,
     Register,
+    Slice,
     SlotSampling,
     Span,
     StageCounters,
@@ -79,78 +83,10 @@ from potluck.wire.messages import (
     Trim,
 )
 from potluck.wire.sampling import GREEDY
-from stage_world import MODEL, NEXT, RESULTS, assignment, int32, prompt_batch, rows
+from stage_core import LOADED, SLICE, Core, quiet, sent
+from stage_world import NEXT, RESULTS, assignment, int32, prompt_batch, rows
 
-LOADED = Loaded(width=MODEL.width, vocab=512, weights_bytes=93, kv_bytes=20, compute_bytes=3, copied_bytes=7)
 UNKNOWN = ErrorInfo.of(StageError("This broker does not know the stage."))
-
-
-class Core:
-    """A machine with a clock, checked after every event."""
-
-    def __init__(self, *, keep_trying: bool = False) -> None:
-        me = StageIdentity("dev/1", "dev", "1.0", "fake", "tcp://dev:5", (MODEL.fingerprint,))
-        self.machine = StageMachine(me, "broker:7946", keep_trying=keep_trying)
-        self.now = 0.0
-
-    def do(self, event: StageEvent) -> list[Effect]:
-        effects = self.machine.handle(event, self.now)
-        self.machine.validate()
-        return effects
-
-    def wait(self) -> list[Effect]:
-        """Lets the next deadline come."""
-        due = self.machine.next_deadline()
-        assert due is not None
-        self.now = max(self.now, due)
-        return self.do(TimePassed(cause="timer"))
-
-    def start(self) -> list[Effect]:
-        return self.do(Started(cause="start"))
-
-    def welcome(self, epoch: int = 0) -> list[Effect]:
-        return self.do(
-            Welcomed(cause="broker", epoch=Epoch(epoch), heartbeat_s=1.0, misses=3, broker_version="1.0")
-        )
-
-    def assign(self, epoch: int = 1, assign: Assign | None = None) -> list[Effect]:
-        return self.do(Assigned(cause="broker", epoch=Epoch(epoch), assign=assign or assignment()))
-
-    def loaded(self, number: int) -> list[Effect]:
-        return self.do(LoadFinished(cause="load", number=number, loaded=LOADED, load_s=2.0))
-
-    def serve(self, epoch: int = 1, assign: Assign | None = None) -> None:
-        self.start()
-        self.welcome()
-        self.assign(epoch, assign)
-        self.loaded(1)
-        assert self.status is StageStatus.SERVING
-
-    def arrive(self, message: MicroBatch, *arrays: bytes, epoch: int = 1) -> list[Effect]:
-        return self.do(BatchArrived(cause="batch", epoch=Epoch(epoch), message=message, arrays=arrays))
-
-    def job(self, message: MicroBatch, *arrays: bytes) -> Job:
-        (effect,) = self.arrive(message, *arrays)
-        assert isinstance(effect, StartCompute)
-        return effect.job
-
-    def beat(self) -> StageCounters:
-        (effect, *_) = self.wait()
-        assert isinstance(effect, SendControl)
-        assert isinstance(effect.message, Heartbeat)
-        return effect.message.counters
-
-    @property
-    def status(self) -> StageStatus:
-        return self.machine.state.status
-
-
-def quiet(effects: list[Effect]) -> list[Effect]:
-    return [effect for effect in effects if not isinstance(effect, Report)]
-
-
-def sent(effects: list[Effect]) -> list[object]:
-    return [effect.message for effect in effects if isinstance(effect, SendControl)]
 
 
 # ---- joining
@@ -214,7 +150,7 @@ def test_a_broker_that_does_not_know_the_stage_makes_it_register_again_and_keep_
     assert isinstance(sent(effects)[0], Register)
     assert core.status is StageStatus.JOINING
     core.welcome(epoch=0)  # a broker that was started anew counts from zero
-    assert ClearCaches(2) in core.assign(epoch=1)
+    assert ClearCaches(2, SLICE) in core.assign(epoch=1)
 
 
 def test_more_words_of_not_knowing_while_it_registers_change_nothing() -> None:
@@ -281,7 +217,7 @@ def test_an_assignment_opens_the_way_out_loads_the_slice_and_then_the_stage_is_r
     core.start()
     core.welcome()
     assign = assignment(0, 2)
-    assert quiet(core.assign(1, assign)) == [ConnectNext(Epoch(1), NEXT, RESULTS), StartLoad(1, assign)]
+    assert quiet(core.assign(1, assign)) == [ConnectNext(Epoch(1), NEXT, RESULTS), StartLoad(1, assign.slice)]
     assert core.status is StageStatus.LOADING
     assert quiet(core.loaded(1)) == [SendControl(Ready(2.0, 100, 20, 3), Epoch(1))]
     assert core.status is StageStatus.SERVING
@@ -330,7 +266,7 @@ def test_the_same_slice_in_a_new_epoch_only_clears_its_caches() -> None:
     core = Core()
     core.serve()
     effects = quiet(core.assign(epoch=2))
-    assert effects == [Disconnect(), ConnectNext(Epoch(2), RESULTS, RESULTS), ClearCaches(2)]
+    assert effects == [Disconnect(), ConnectNext(Epoch(2), RESULTS, RESULTS), ClearCaches(2, SLICE)]
     assert sent(core.loaded(2)) == [Ready(2.0, 100, 20, 3)]
 
 
@@ -339,7 +275,7 @@ def test_anything_that_changes_the_engines_memory_or_numbers_loads_anew(change: 
     core = Core()
     core.serve()
     other = assignment(0, 1, **{change: True if change == "exact" else 2})
-    assert StartLoad(2, other) in core.assign(2, other)
+    assert core.assign(2, other)[-2:] == [CloseSlices((SLICE,)), StartLoad(2, other.slice)]
 
 
 def test_a_released_stage_keeps_its_weights() -> None:
@@ -347,7 +283,7 @@ def test_a_released_stage_keeps_its_weights() -> None:
     core.serve()
     assert quiet(core.do(Released(cause="broker", epoch=Epoch(2)))) == [Disconnect()]
     assert core.status is StageStatus.IDLE
-    assert ClearCaches(2) in core.assign(epoch=3)
+    assert ClearCaches(2, SLICE) in core.assign(epoch=3)
 
 
 def test_a_new_slice_during_a_load_cancels_it_and_loads_once_the_lane_is_free() -> None:
@@ -357,7 +293,7 @@ def test_a_new_slice_during_a_load_cancels_it_and_loads_once_the_lane_is_free() 
     core.assign(1, assignment(0, 2))
     other = assignment(1, 2)
     assert CancelLoad(1) in core.assign(2, other)
-    assert core.do(LoadCancelled(cause="load", number=1)) == [StartLoad(2, other)]
+    assert core.do(LoadCancelled(cause="load", number=1)) == [StartLoad(2, other.slice)]
     assert sent(core.loaded(2)) == [Ready(2.0, 100, 20, 3)]
 
 
@@ -391,7 +327,7 @@ def test_a_failed_load_names_device_stage_and_phase_and_the_stage_stays_joined()
     assert failed.error.code == "out_of_memory"
     assert core.status is StageStatus.FAILED
     assert isinstance(sent(core.wait())[0], Heartbeat)
-    assert StartLoad(2, assignment()) in core.assign(epoch=2)
+    assert StartLoad(2, SLICE) in core.assign(epoch=2)
 
 
 def test_a_failure_to_cut_keeps_its_own_phase() -> None:
@@ -410,7 +346,7 @@ def test_caches_that_can_not_be_cleared_mean_that_the_slice_is_loaded_anew() -> 
     core.serve()
     core.assign(epoch=2)
     effects = core.do(LoadFailed(cause="load", number=2, error=EngineError()))
-    assert effects == [StartLoad(3, assignment())]
+    assert effects == [CloseSlices((SLICE,)), StartLoad(3, SLICE)]
 
 
 def test_an_engine_that_failed_twice_in_a_row_is_not_kept() -> None:
@@ -419,7 +355,7 @@ def test_an_engine_that_failed_twice_in_a_row_is_not_kept() -> None:
     job = core.job(prompt_batch(1), int32(1, 2, 3))
     for _ in range(2):
         core.do(BatchComputeFailed(cause="batch", job=job, error=EngineError()))
-    assert StartLoad(2, assignment()) in core.assign(epoch=2)
+    assert StartLoad(2, SLICE) in core.assign(epoch=2)
 
 
 @pytest.mark.parametrize(
@@ -607,33 +543,65 @@ def test_the_story_of_a_micro_batch_says_why_it_was_dropped() -> None:
 # ---- any order of events
 
 
+SLICES = st.sampled_from([assignment().slice, assignment(0, 2).slice, assignment(1, 2).slice])
+LATER = st.sampled_from([1, 1, 1, 0, -1])
+"""Than the newest number: the broker's words are mostly news."""
+
+
 class AnyOrder(RuleBasedStateMachine):
     """The core under every order of the broker's words, loads and micro-batches; its invariants hold after each."""
 
     @initialize()
     def begin(self) -> None:
         self.core = Core(keep_trying=True)
-        self.jobs: list[Job] = []
-        self.loads: list[int] = []
+        self.lane: list[Job | ClearCaches] = []
+        self.loads: list[StartLoad] = []
+        self.held: set[Slice] = set()
         self.ready_in: set[int] = set()
+        self.batches = 0
+        self.listed: tuple[Slice, ...] = ()
+        self.number: int | None = None
+        self.answered: list[int] = []
         self.do(Started(cause="start"))
 
     def do(self, event: StageEvent) -> None:
         for effect in self.core.do(event):
             match effect:
-                case StartLoad(number) | ClearCaches(number):
+                case StartLoad(_, wished):
                     assert not self.loads, "one load at a time"
-                    self.loads.append(number)
+                    assert wished not in self.held, "nothing is loaded twice"
+                    assert self.held <= self.core.machine.state.keep, "room is made first"
+                    self.loads.append(effect)
+                case CloseSlices(slices):
+                    assert not self.in_use & set(slices), "nothing is closed that the compute lane uses"
+                    assert self.held >= set(slices)
+                    self.held -= set(slices)
+                case ClearCaches(_, held):
+                    assert held in self.held
+                    self.lane.append(effect)
                 case StartCompute(job):
                     assert job.epoch in self.ready_in
-                    self.jobs.append(job)
+                    assert job.assign.slice in self.held
+                    self.lane.append(job)
                 case SendControl(Ready(), epoch):
                     assert epoch == self.core.machine.state.epoch
                     self.ready_in.add(epoch)
+                case SendControl(Prepared(number, index) | PrepareFailed(number, index)):
+                    assert number == self.number, "only the latest Prepare is answered"
+                    self.answered.append(index)
                 case ForwardBatch(epoch) | SendResult(epoch):
                     assert epoch == self.core.machine.state.epoch, "nothing of an old epoch leaves"
                 case _:
                     pass
+        if not self.core.machine.state.broker.joined:
+            self.number, self.answered = None, []
+
+    def epoch(self, later: int) -> Epoch:
+        return Epoch(max(0, self.core.machine.state.epoch + later))
+
+    @property
+    def in_use(self) -> set[Slice]:
+        return {each.slice if isinstance(each, ClearCaches) else each.assign.slice for each in self.lane}
 
     @rule(epoch=st.integers(0, 6))
     def welcomed(self, epoch: int) -> None:
@@ -641,54 +609,71 @@ class AnyOrder(RuleBasedStateMachine):
         self.do(Welcomed(cause="broker", epoch=Epoch(epoch), heartbeat_s=1.0, misses=3, broker_version="1"))
         if awaited:
             self.ready_in.clear()
+            self.number, self.answered = None, []
 
     @rule(error=st.sampled_from([UNKNOWN, ErrorInfo("internal_error", "no")]))
     def refused(self, error: ErrorInfo) -> None:
         self.do(RefusedBy(cause="broker", error=error))
 
-    @rule(epoch=st.integers(0, 8), index=st.integers(0, 1), stages=st.integers(1, 2))
-    def assigned(self, epoch: int, index: int, stages: int) -> None:
-        self.do(
-            Assigned(cause="broker", epoch=Epoch(epoch), assign=assignment(min(index, stages - 1), stages))
-        )
+    @rule(later=LATER, index=st.integers(0, 1), stages=st.integers(1, 2))
+    def assigned(self, later: int, index: int, stages: int) -> None:
+        assign = assignment(min(index, stages - 1), stages)
+        self.do(Assigned(cause="broker", epoch=self.epoch(later), assign=assign))
 
-    @rule(epoch=st.integers(0, 8))
-    def released(self, epoch: int) -> None:
-        self.do(Released(cause="broker", epoch=Epoch(epoch)))
+    @rule(later=LATER)
+    def released(self, later: int) -> None:
+        self.do(Released(cause="broker", epoch=self.epoch(later)))
+
+    @rule(later=LATER, slices=st.lists(SLICES, max_size=4))
+    def prepare(self, later: int, slices: list[Slice]) -> None:
+        number = max(0, (self.number or 0) + later)
+        if self.core.machine.state.broker.joined:
+            if self.number is None or number > self.number:
+                self.number, self.listed, self.answered = number, tuple(slices), []
+            elif number == self.number and tuple(slices) == self.listed:
+                self.answered = []
+        self.do(PrepareAsked(cause="broker", message=Prepare(number, tuple(slices))))
 
     @precondition(lambda self: self.loads)
     @rule(how=st.sampled_from(["finished", "failed", "cancelled"]))
     def load_ends(self, how: str) -> None:
-        number = self.loads.pop()
+        started = self.loads.pop()
         load = self.core.machine.state.load
         assert load is not None
         match how:
             case "finished":
-                self.do(LoadFinished(cause="load", number=number, loaded=LOADED, load_s=1.0))
+                self.held.add(started.slice)
+                self.do(LoadFinished(cause="load", number=started.number, loaded=LOADED, load_s=1.0))
             case "failed":
-                self.do(LoadFailed(cause="load", number=number, error=EngineError()))
+                self.do(LoadFailed(cause="load", number=started.number, error=EngineError()))
             case _ if load.cancelled:
-                self.do(LoadCancelled(cause="load", number=number))
+                self.do(LoadCancelled(cause="load", number=started.number))
             case _:
-                self.loads.append(number)
+                self.loads.append(started)
 
-    @rule(epoch=st.integers(0, 8), slot=st.integers(0, 5), first=st.booleans())
-    def batch(self, epoch: int, slot: int, first: bool) -> None:
-        message = msgspec.structs.replace(prompt_batch(1, slot=slot), hops=() if first else HOP)
+    @precondition(lambda self: self.core.status is StageStatus.SERVING)
+    @rule(late=st.integers(0, 4), slot=st.integers(0, 3), first=st.booleans())
+    def batch(self, late: int, slot: int, first: bool) -> None:
+        epoch = self.core.machine.state.epoch - late // 4
+        self.batches += 1
+        message = msgspec.structs.replace(prompt_batch(self.batches, slot=slot), hops=() if first else HOP)
         arrays = (int32(1, 2, 3),) if first else (int32(1, 2, 3), rows(3))
         self.do(BatchArrived(cause="batch", epoch=Epoch(epoch), message=message, arrays=arrays))
 
-    @precondition(lambda self: self.jobs)
+    @precondition(lambda self: self.lane)
     @rule(how=st.sampled_from(["done", "failed", "skipped"]))
-    def batch_ends(self, how: str) -> None:
-        job = self.jobs.pop(0)
-        match how:
-            case "done":
+    def lane_goes_on(self, how: str) -> None:
+        match self.lane.pop(0):
+            case ClearCaches(number) if how == "failed":
+                self.do(LoadFailed(cause="load", number=number, error=EngineError()))
+            case ClearCaches(number):
+                self.do(LoadFinished(cause="load", number=number, loaded=LOADED, load_s=0.0))
+            case Job() as job if how == "done":
                 out = Computed((b"", b""))
                 self.do(BatchComputed(cause="batch", job=job, computed=out, compute_s=0.1, wait_s=0.0))
-            case "failed":
+            case Job() as job if how == "failed":
                 self.do(BatchComputeFailed(cause="batch", job=job, error=EngineError()))
-            case _:
+            case Job() as job:
                 self.do(BatchSkipped(cause="batch", job=job))
 
     @rule(seconds=st.floats(0.0, 40.0))
@@ -700,6 +685,27 @@ class AnyOrder(RuleBasedStateMachine):
     def waits_for_something(self) -> None:
         if hasattr(self, "core"):
             assert self.core.machine.next_deadline() is not None, "a stage that runs registers or beats"
+
+    @invariant()
+    def knows_what_it_holds(self) -> None:
+        if hasattr(self, "core"):
+            assert self.core.machine.state.held.keys() == self.held
+
+    @invariant()
+    def answers_nothing_twice(self) -> None:
+        if hasattr(self, "core"):
+            assert len(self.answered) == len(set(self.answered))
+
+    @invariant()
+    def comes_to_rest(self) -> None:
+        if not hasattr(self, "core") or self.loads or self.lane:
+            return
+        state = self.core.machine.state
+        if self.number is not None:
+            assert sorted(self.answered) == list(range(len(self.listed))), "every slice has its answer"
+        if state.wanted is not None:
+            assert state.wanted.outcome is not None, "every assignment has its answer"
+            assert self.held <= {state.wanted.slice, *self.listed}, "nothing is held for nobody"
 
 
 TestAnyOrder = AnyOrder.TestCase
