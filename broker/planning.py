@@ -151,6 +151,9 @@ def _improve(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
     if left:
         yield from _without(core, left, cause)
         return
+    if any(request.replaying for request in core.state.requests.values()):
+        core.ask_for_plan(core.config.settle_s)  # whoever waits for the next token comes first
+        return
     if core.may_change():
         yield from _better(core, usable)
     if not _under_way(core) and core.question is None:

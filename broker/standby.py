@@ -70,7 +70,7 @@ def replacement(core: Core, chain: Chain, lost: Stage) -> ChainPlan | None:
     """The chain that would follow the loss of a stage; None if it takes a new plan."""
     there = {name for name in chain.stages if name != lost.stage and not core.goes(core.state.stages[name])}
     others = [stage for stage in core.free() if not stage.suspect]
-    return takeover.repaired(core, chain.plan, there, others)
+    return takeover.repaired(core, chain.plan, there, others, in_advance=True)
 
 
 def _serves(core: Core, name: StageId, slice_: Slice) -> bool:

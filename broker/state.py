@@ -148,6 +148,11 @@ class Request:
         """Whether all but at most the newest sampled token are in the chain's KV caches."""
         return self.generated > 0 and self.rest <= 1 and self.sent > 0
 
+    @property
+    def replaying(self) -> bool:
+        """Whether tokens of the answer are being computed again."""
+        return self.generated > 0 and self.slot is not None and not self.decoding
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -32,9 +32,17 @@ class _Option:
 
 
 def repaired(
-    core: Core, chain: ChainPlan, there: Collection[StageId], others: Collection[Stage]
+    core: Core,
+    chain: ChainPlan,
+    there: Collection[StageId],
+    others: Collection[Stage],
+    *,
+    in_advance: bool = False,
 ) -> ChainPlan | None:
-    """The chain without the stages that are not `there`; `others` may join it. None if that takes a plan of its own."""
+    """The chain without the stages that are not `there`; `others` may join it. None if that takes a plan of its own.
+
+    `in_advance` there is time to load: what is held by chance does not count then.
+    """
     places = list(chain.stages)
     there = _reached(core, places, there)
     spare = [stage for stage in others if all(stage.stage != place.stage for place in places)]
@@ -45,7 +53,15 @@ def repaired(
         options = [*_joining(core, places, gap, spare), *_growing(core, places, gap, there)]
         if not options:
             return None
-        best = min(options, key=lambda option: (not option.warm, option.moved, option.place.device))
+        best = min(
+            options,
+            key=lambda option: (
+                not (option.warm or in_advance),
+                option.place.end - option.place.first,
+                option.moved,
+                option.place.device,
+            ),
+        )
         spare = [stage for stage in spare if stage.stage != best.place.stage]
         there = {*there, best.place.stage}
         places[best.begin : best.end] = [best.place]

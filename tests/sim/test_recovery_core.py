@@ -83,6 +83,37 @@ def test_spare_is_told_to_hold_what_each_stage_serves() -> None:
     assert losses["a"] == "If a is lost, spare takes over at once."
 
 
+def test_what_is_kept_for_the_next_loss_is_loaded_only_after_streams_have_gone_on() -> None:
+    world = CoreWorld()
+    _, b, _ = world.start("a", "b", "c")
+    ready(world)
+    request = ask(world, "r", PROMPT, limit=30)
+    run(world, 12)
+    said = len(world.tokens[request])
+    world.lose(b)
+    while world.load_one():
+        pass
+    world.prepares.clear()
+    world.wait(2.0)
+    assert not world.prepares
+    while len(world.tokens[request]) == said:
+        run(world, 1)
+    world.wait(2.0)
+    assert world.prepares
+
+
+def test_spare_that_joins_later_is_told_to_hold_what_neighbours_held_before() -> None:
+    world = CoreWorld(STANDBY)
+    a, b = world.start("a", "b")
+    ready(world)
+    assert [(s.first, s.end) for s in world.prepares[a].slices] == [(0, 12)]
+    spare = world.join("spare")
+    ready(world)
+    assert [(s.first, s.end) for s in world.prepares[spare].slices] == [(0, 6), (6, 12)]
+    assert not world.prepares[a].slices
+    assert not world.prepares[b].slices
+
+
 def test_without_a_spare_a_neighbour_holds_the_layers_of_both_and_takes_over() -> None:
     world = CoreWorld()
     a, b, c = world.start("a", "b", "c")
