@@ -22,6 +22,7 @@ def requeue(state: BrokerState, chain: Chain, now: float) -> list[RequestId]:
     for request in moved:
         release_slot(state, request)
         request.waiting_since_s = now
+        request.replaying = request.generated > 0
     for request in reversed(moved):
         state.waiting[request.request] = None
         state.waiting.move_to_end(request.request, last=False)

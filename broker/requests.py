@@ -76,6 +76,7 @@ def take_token(
     if request.first_token_s is None:
         request.first_token_s = now
     request.tokens.append(token)
+    request.replaying = False
     ended = vocabulary.is_end(token) and not request.ignore_eos
     text = "" if ended else request.text.push(vocabulary.piece(token))
     stop = request.text.stopped

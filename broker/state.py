@@ -130,6 +130,8 @@ class Request:
     waiting_since_s: float = 0.0
     born: int = 0
     """The first micro-batch that can be its own: a name may be used again while old tokens are on their way."""
+    replaying: bool = False
+    """Whether its tokens are computed again, and the next one has not come yet."""
     failures: int = 0
     """How often a micro-batch with this request broke."""
 
@@ -147,12 +149,6 @@ class Request:
     def decoding(self) -> bool:
         """Whether all but at most the newest sampled token are in the chain's KV caches."""
         return self.generated > 0 and self.rest <= 1 and self.sent > 0
-
-    @property
-    def replaying(self) -> bool:
-        """Whether tokens of the answer are being computed again."""
-        return self.generated > 0 and self.slot is not None and not self.decoding
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
