@@ -57,6 +57,10 @@ class BrokerConfig:
     """A stage that reports no progress for this long while it is measured is planned without a profile."""
     probe_timeout_s: float = 30.0
     """A link that was not measured after this long counts as cut."""
+    look_again_s: float = 60.0
+    """A link that was cut is probed again after this long."""
+    forgive_s: float = 600.0
+    """A stage at which a micro-batch got stuck is avoided for this long, if it does not join anew before."""
     least_gain: float = 0.1
     """Stages that serve are given other layers only for a plan that is better by this share."""
     repay_s: float = 600.0

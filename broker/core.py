@@ -54,6 +54,8 @@ class Core:
     """When somebody could next be lost."""
     measure_check_s: float | None = None
     """When something that is measured could next have taken too long."""
+    look_again_s: float | None = None
+    """When links that are cut are to be probed again."""
     planned_once: bool = False
     plan: Plan | None = None
     """The one in force."""

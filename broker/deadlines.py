@@ -50,7 +50,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
             allowed = allowed_s(core, chain, oldest)
             if core.now >= max(oldest.sent_s, chain.moved_s) + allowed:
                 stage = stuck_at(core, chain)
-                stage.suspect = True
+                stage.suspect, stage.suspect_since_s = True, core.now
                 error = StageError(
                     f"A micro-batch of {oldest.tokens} tokens did not come back within {allowed:.0f} s.",
                     hint="This stage hangs, or a link to or from it is cut; others are preferred until it joins anew.",
@@ -114,6 +114,7 @@ def next_deadline(core: Core) -> float | None:
         core.plan_due_s,
         core.check_due_s,
         core.measure_check_s,
+        core.look_again_s,
         switching.deadline(core),
         closing.next_s(core),
     ]

@@ -138,8 +138,10 @@ def _ended(core: Core, by: StageId, number: int, link: LinkTiming | None, cause:
     del core.state.probes[number]
     core.state.links[probe.sender, probe.receiver] = link
     receiver = core.state.stages.get(probe.receiver)
-    if link is None and receiver is not None:
-        receiver.suspect = False  # it does not hang, it can't be reached from there
+    if link is None:
+        core.look_again_s = core.now + core.config.look_again_s
+        if receiver is not None:
+            receiver.suspect = False  # it does not hang, it can't be reached from there
     there = "the broker" if probe.receiver == BROKER else core.state.stages[probe.receiver].device
     core.tell(by, cause, f"link to {there}: {'no answer' if link is None else f'{1000 * link.rtt_s:.2f} ms'}")
     if link is None:
@@ -201,7 +203,11 @@ def _expect(core: Core, within_s: float) -> None:
 
 
 def time_passed(core: Core, cause: str) -> Iterator[Effect]:
-    """Gives up what has taken too long."""
+    """Gives up what has taken too long, and looks again at links that are cut."""
+    if core.look_again_s is not None and core.now >= core.look_again_s:
+        core.look_again_s = None
+        for pair in [pair for pair, link in core.state.links.items() if link is None]:
+            yield from _probe(core, *pair)
     if core.measure_check_s is None or core.now < core.measure_check_s:
         return
     for stage in list(core.state.stages.values()):

@@ -59,8 +59,10 @@ def worth_it(core: Core, plan: Plan, network: Network) -> Verdict:
 
 
 def forgive(core: Core) -> None:
-    """A stage that was slow and then had nothing to do for long may have recovered: its profile counts again."""
+    """A stage that was slow or stuck, and then had nothing to do for long, may have recovered: it counts again."""
     for stage in core.state.stages.values():
+        if stage.suspect and core.now >= stage.suspect_since_s + core.config.forgive_s:
+            stage.suspect = False
         idle = stage.chain is None and stage.pace.since_s is not None
         if idle and stage.pace.slowdown > 1.0 and core.now > (stage.pace.since_s or 0.0) + MOST_HOLD_S:
             stage.pace = Pace()

@@ -81,7 +81,8 @@ class Stage:
     broke_with: set[RequestId] = field(default_factory=set)
     """The requests that were in every one of those."""
     suspect: bool = False
-    """Whether a micro-batch got stuck at it: others are preferred until it joins anew."""
+    """Whether a micro-batch got stuck at it: others are preferred until it joins anew, or is forgiven."""
+    suspect_since_s: float = 0.0
     profile: Profile | None = None
     """How fast it is at this model; None until it was measured."""
     pace: Pace = field(default_factory=Pace)
@@ -149,6 +150,7 @@ class Request:
     def decoding(self) -> bool:
         """Whether all but at most the newest sampled token are in the chain's KV caches."""
         return self.generated > 0 and self.rest <= 1 and self.sent > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -371,6 +371,48 @@ def test_link_that_is_cut_is_avoided_and_the_stage_behind_it_serves_on() -> None
     assert c in world.core.state.stages
 
 
+def test_link_that_was_cut_is_probed_again_until_it_works() -> None:
+    world = CoreWorld(BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5))
+    a, b, _ = world.start("a", "b", "c")
+    ready(world)
+    ask(world, "r", PROMPT, limit=30)
+    run(world, 5)
+    world.core.state.stages[a].counters = type(world.core.state.stages[a].counters)(batches=10)
+    stuck(world)
+    (number,) = world.probing
+    world.feed(LinkSilent(cause="a", stage=a, number=number))
+    world.settle()
+    ready(world)
+    world.probing.clear()
+    world.wait(61.0)
+    (number,) = world.probing
+    assert number > 1
+    assert world.core.state.links[a, b] is None
+    world.feed(LinkProbed(cause="a", stage=a, number=number, link=LinkTiming(0.001, 0.001, 1e9, 1e9)))
+    assert world.core.state.links[a, b] is not None
+    world.wait(61.0)
+    assert set(world.probing) == {number}, "what works is not probed again"
+
+
+def test_stage_that_was_stuck_is_forgiven_after_a_while() -> None:
+    world = CoreWorld(BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, forgive_s=100.0))
+    a, b = world.start("a", "b")
+    ready(world)
+    request = ask(world, "r", PROMPT, limit=30)
+    run(world, 5)
+    world.core.state.stages[a].counters = type(world.core.state.stages[a].counters)(batches=10)
+    stuck(world)
+    world.settle()
+    ends_well(world, request)
+    ready(world)
+    assert layers(world, b) is None
+    world.wait(100.0)
+    ask(world, "later", PROMPT, limit=3)
+    world.settle()
+    ready(world)
+    assert layers(world, b) is not None
+
+
 def test_stage_that_hangs_stays_suspect_when_the_link_to_it_works() -> None:
     world = CoreWorld(BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5))
     a, b, _ = world.start("a", "b", "c")
