@@ -157,6 +157,8 @@ class MemoryTransport(Transport):
         router = _MemoryRouter(self)
         router.endpoint = self._bind(endpoint, router)
         for dealer in list(self.network._dealers):
+            if dealer.endpoint == router.endpoint:
+                dealer.links.put(True)
             dealer.flush()
         return router
 
@@ -209,6 +211,13 @@ class _MemoryRouter(_Bound):
         self.inbox: _Inbox[tuple[bytes, list[Buffer]]] = _Inbox()
         self.peers: dict[bytes, _MemoryDealer] = {}
 
+    def close(self) -> None:
+        if not self.closed:
+            for dealer in self.network._dealers:
+                if dealer.endpoint == self.endpoint:
+                    dealer.links.put(False)
+        super().close()
+
     async def recv(self) -> tuple[bytes, list[Buffer]]:
         return await self.inbox.get()
 
@@ -239,12 +248,18 @@ class _MemoryDealer(_Socket):
         self.endpoint = endpoint
         self.identity = identity
         self.inbox: _Inbox[list[Buffer]] = _Inbox()
+        self.links: _Inbox[bool] = _Inbox()
         self._queue: deque[list[Buffer]] = deque()
         if not self.closed:
             self.network._dealers[self] = None
+            if endpoint in self.network._bound:
+                self.links.put(True)
 
     async def recv(self) -> list[Buffer]:
         return await self.inbox.get()
+
+    async def connection(self) -> bool:
+        return await self.links.get()
 
     def arrive(self, frames: list[Buffer]) -> None:
         if not self.closed:

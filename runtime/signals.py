@@ -1,4 +1,4 @@
-"""Ctrl-C for programs that serve: the first one asks, the second one insists."""
+"""Ctrl-C for programs that serve: the first one asks, the next one insists, and one after that ends the process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ ONE_SIGNAL_S = 0.5
 
 
 @contextlib.contextmanager
-def stop_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls `stop` on the event loop, a later one ends the process whatever it computes."""
+def stop_signals(
+    stop: Callable[[signal.Signals], None], insist: Callable[[signal.Signals], bool] = lambda _: False
+) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls `stop` on the event loop, every later one `insist`.
+
+    If that has nothing more to do and returns False, the process ends, whatever it computes.
+    """
     loop = asyncio.get_running_loop()
-    first_s: float | None = None
+    last_s: float | None = None
 
     def on_signal(number: signal.Signals) -> None:
-        nonlocal first_s
-        if first_s is None:
-            first_s = loop.time()
+        nonlocal last_s
+        if last_s is not None and loop.time() - last_s <= ONE_SIGNAL_S:
+            return
+        first, last_s = last_s is None, loop.time()
+        if first:
             stop(number)
-        elif loop.time() - first_s > ONE_SIGNAL_S:
+        elif not insist(number):
             sys.stderr.write("Stopped at once.\n")
             sys.stderr.flush()
             os._exit(128 + number)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from typing import cast
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from potluck.runtime.transport import Dealer, Pull, Push, Router, Transport
 from potluck.wire import limits
@@ -172,12 +174,43 @@ class _ZmqRouter(_Socket):
 
 class _ZmqDealer(_Socket):
     BURST = 64
+    _monitor: _Monitor | None = None
+    """Made for whoever asks: events that nobody reads would pile up."""
 
     async def recv(self) -> list[Buffer]:
         return _buffers(await self._recv())
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         return self._send(frames)
+
+    async def connection(self) -> bool:
+        if self._monitor is None:
+            self._monitor = _Monitor(self._owner, self.socket)
+        return await self._monitor.recv()
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            if not self.socket.closed:
+                self.socket.disable_monitor()
+            self._monitor.close()
+        super().close()
+
+
+class _Monitor(_Socket):
+    """What becomes of another socket's connection."""
+
+    BURST = 16
+
+    def __init__(self, owner: ZmqTransport, watched: zmq.Socket[bytes]) -> None:
+        super().__init__(owner, zmq.PAIR, CONTROL_QUEUE, limits.TEXT_CHARS)
+        where = f"inproc://connection-{next(owner._monitors)}"
+        watched.monitor(where, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.socket.connect(where)
+
+    async def recv(self) -> bool:
+        frames = await self._recv()
+        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+        return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 class _ZmqPull(_Socket):
@@ -207,6 +240,7 @@ class ZmqTransport(Transport):
     def __init__(self) -> None:
         self.context = zmq.Context()
         self._sockets: set[_Socket] = set()
+        self._monitors = count()
 
     def router(self, endpoint: str) -> Router:
         router = _ZmqRouter(self, zmq.ROUTER, CONTROL_QUEUE, limits.CONTROL_BODY_BYTES)

@@ -28,7 +28,9 @@ class Core:
 
     def __init__(self, *, keep_trying: bool = False) -> None:
         me = StageIdentity("dev/1", "dev", "1.0", "fake", "tcp://dev:5", (MODEL.fingerprint,))
-        self.machine = StageMachine(me, "broker:7946", keep_trying=keep_trying)
+        self.machine = StageMachine(
+            me, "broker:7946", drain_timeout_s=30.0, hang_s=15.0, keep_trying=keep_trying
+        )
         self.now = 0.0
 
     def do(self, event: StageEvent) -> list[Effect]:
