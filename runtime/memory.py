@@ -175,6 +175,8 @@ class MemoryTransport(Transport):
         router = _MemoryRouter(self, closings)
         router.endpoint = self._bind(endpoint, router)
         for dealer in list(self.network._dealers):
+            if dealer.endpoint == router.endpoint:
+                dealer.links.put(True)
             dealer.flush()
         return router
 
@@ -222,15 +224,20 @@ class _Bound(_Socket):
 
 
 class _MemoryRouter(_Bound):
-    def close(self, last_words_s: float = 0.0) -> None:
-        super().close()  # what was sent is on its way already
-
     def __init__(self, transport: MemoryTransport, closings: bool) -> None:
         super().__init__(transport)
         self.closings = closings
         self.inbox: _Inbox[Heard] = _Inbox()
         self.peers: dict[bytes, _MemoryDealer] = {}
         """Where each identity spoke last."""
+
+    def close(self, last_words_s: float = 0.0) -> None:
+        """What was sent is on its way already."""
+        if not self.closed:
+            for dealer in self.network._dealers:
+                if dealer.endpoint == self.endpoint:
+                    dealer.links.put(False)
+        super().close()
 
     async def recv(self) -> tuple[bytes, list[Buffer]]:
         while True:
@@ -274,12 +281,18 @@ class _MemoryDealer(_Socket):
         self.endpoint = endpoint
         self.identity = identity
         self.inbox: _Inbox[list[Buffer]] = _Inbox()
+        self.links: _Inbox[bool] = _Inbox()
         self._queue: deque[list[Buffer]] = deque()
         if not self.closed:
             self.network._dealers[self] = None
+            if endpoint in self.network._bound:
+                self.links.put(True)
 
     async def recv(self) -> list[Buffer]:
         return await self.inbox.get()
+
+    async def connection(self) -> bool:
+        return await self.links.get()
 
     def arrive(self, frames: list[Buffer]) -> None:
         if not self.closed:

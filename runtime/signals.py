@@ -1,4 +1,4 @@
-"""Ctrl-C for programs that serve: the first one asks, the second one insists."""
+"""Ctrl-C for programs that serve: the first one asks, the next one insists, and one after that ends the process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ONE_SIGNAL_S = 0.5
 
 
 @contextlib.contextmanager
-def stop_signals(*steps: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Each SIGINT or SIGTERM calls the next of `steps` on the event loop, the one after them ends the process whatever
-    it computes.
+def stop_signals(*steps: Callable[[signal.Signals], bool | None]) -> Iterator[None]:
+    """Each SIGINT or SIGTERM calls the next of `steps` on the event loop. The one after them ends the process whatever
+    it computes; so does a step that returns False, because it has nothing more to do.
     """
     loop = asyncio.get_running_loop()
     last_s = float("-inf")
@@ -28,9 +28,7 @@ def stop_signals(*steps: Callable[[signal.Signals], None]) -> Iterator[None]:
             return
         last_s = loop.time()
         step = next(left, None)
-        if step is not None:
-            step(number)
-        else:
+        if step is None or step(number) is False:
             sys.stderr.write("Stopped at once.\n")
             sys.stderr.flush()
             os._exit(128 + number)

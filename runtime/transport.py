@@ -64,6 +64,9 @@ class Dealer(Socket, Protocol):
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Queues frames; False if the queue is full."""
 
+    async def connection(self) -> bool:
+        """Waits for the connection to stand (True) or to break (False). It comes back by itself if the router does."""
+
 
 class Pull(Socket, Protocol):
     """Bound; takes frames from any number of pushers."""

@@ -20,6 +20,7 @@ from itertools import count
 from typing import cast
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from potluck.runtime.connections import Connections
 from potluck.runtime.transport import Dealer, Heard, PeerClosed, Pull, Push, Router, Transport
@@ -329,12 +330,43 @@ class _ZmqRouter(_Socket):
 
 class _ZmqDealer(_Socket):
     BURST = 64
+    _monitor: _OwnConnection | None = None
+    """Made for whoever asks: events that nobody reads would pile up."""
 
     async def recv(self) -> list[Buffer]:
         return _buffers(await self._recv())
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         return self._send(frames)
+
+    async def connection(self) -> bool:
+        if self._monitor is None:
+            self._monitor = _OwnConnection(self._owner, self.socket)
+        return await self._monitor.recv()
+
+    def close(self, last_words_s: float = 0.0) -> None:
+        if self._monitor is not None:
+            if not self.socket.closed:
+                self.socket.disable_monitor()
+            self._monitor.close()
+        super().close(last_words_s)
+
+
+class _OwnConnection(_Socket):
+    """What becomes of another socket's connection."""
+
+    BURST = 16
+
+    def __init__(self, owner: ZmqTransport, watched: zmq.Socket[bytes]) -> None:
+        super().__init__(owner, zmq.PAIR, CONTROL_QUEUE, limits.TEXT_CHARS)
+        where = f"inproc://connection-{next(owner._numbers)}"
+        watched.monitor(where, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.socket.connect(where)
+
+    async def recv(self) -> bool:
+        frames = await self._recv()
+        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+        return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 class _ZmqPull(_Socket):

@@ -20,9 +20,10 @@ from potluck.stage.capabilities import capabilities, default_threads
 from potluck.stage.engines import NAMES
 from potluck.stage.joining import interface_address, serve
 from potluck.stage.machine_facts import Owner
-from potluck.stage.settings import StageSettings, offers
+from potluck.stage.restart import restart
+from potluck.stage.settings import DRAIN_TIMEOUT_S, HANG_S, StageSettings, offers
 from potluck.wire import limits
-from potluck.wire.errors import SettingsError, UsageError
+from potluck.wire.errors import EngineHangsError, SettingsError, UsageError
 
 
 @click.command(
@@ -76,6 +77,16 @@ from potluck.wire.errors import SettingsError, UsageError
     help="Run on this core only. May be repeated.",
 )  # fmt: skip
 @click.option("--keep-trying/--give-up", default=False, help="What to do when the broker refuses this stage.")
+@click.option(
+    "--drain-timeout", default=DRAIN_TIMEOUT_S, type=click.FloatRange(0, 86_400),
+    help="Seconds that it serves on after Ctrl-C or SIGTERM, until others have taken over; 0: not at all.",
+)  # fmt: skip
+@click.option(
+    "--hang-timeout",
+    default=HANG_S,
+    type=click.FloatRange(0, 86_400, min_open=True),
+    hidden=True,
+)
 @click.option("--engine", default="llama", type=click.Choice(NAMES), hidden=True)
 @click.option("--fingerprint", "fingerprints", multiple=True, envvar="POTLUCK_FINGERPRINT", hidden=True)
 @click.option("--log-level", default="info", type=click.Choice(LEVELS))
@@ -101,6 +112,8 @@ def main(
     mlock: bool,
     cpus: tuple[int, ...],
     keep_trying: bool,
+    drain_timeout: float,
+    hang_timeout: float,
     engine: str,
     fingerprints: tuple[str, ...],
     log_level: str,
@@ -138,9 +151,15 @@ def main(
         capabilities=capabilities(threads, owner, models, llama=engine == "llama"),
         mlock=mlock,
         keep_trying=keep_trying,
+        drain_timeout_s=drain_timeout,
+        hang_s=hang_timeout,
     )
     wanted = Wanted(network_interface, peers, frozenset(offered), discovery_interval)
-    sys.exit(run(serve(broker, settings, listen_address, wanted, network)))
+    try:
+        code = run(serve(broker, settings, listen_address, wanted, network))
+    except EngineHangsError as error:
+        restart(error)
+    sys.exit(code)
 
 
 def pin(cpus: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from potluck.wire.messages import (
     BatchFailed,
     Goodbye,
     Heartbeat,
+    Leave,
     Measure,
     Measured,
     MeasureFailed,
@@ -36,7 +37,7 @@ class SendControl:
 
     message: (
         Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
-        | Prepared | PrepareFailed
+        | Prepared | PrepareFailed | Leave
     )  # fmt: skip
     epoch: Epoch
 
@@ -143,6 +144,8 @@ class Exit:
 
     code: int
     error: PotluckError | None = None
+    restart: bool = False
+    """Whether a new process may do better."""
 
 
 @dataclass(frozen=True, slots=True)

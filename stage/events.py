@@ -17,6 +17,7 @@ from potluck.wire.measures import LinkTiming, Profile
 from potluck.wire.messages import (
     Assign,
     ErrorInfo,
+    Leave,
     Measure,
     MicroBatch,
     Prepare,
@@ -105,6 +106,21 @@ class PrepareAsked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dismissed(Event):
+    """The stage may leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerReached(Event):
+    """The connection to the broker stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerCut(Event):
+    """The connection to the broker broke. It comes back by itself if the broker does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRefused(Event):
     """A frame on the control socket is not one the broker may send, or of another protocol version."""
 
@@ -116,7 +132,7 @@ class ControlNotSent(Event):
     """A control message could not even be queued."""
 
     epoch: Epoch
-    message: Ready | StageFailed | Prepared | PrepareFailed
+    message: Ready | StageFailed | Prepared | PrepareFailed | Leave
 
 
 # ---- measuring, numbered by the effect that began it
@@ -287,16 +303,24 @@ class TimePassed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveAsked(Event):
+    """Somebody wants the stage to leave, once it is not needed any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(Event):
-    """Somebody wants the stage to leave."""
+    """Somebody wants the stage to leave at once."""
 
     reason: str
 
 
 StageEvent: TypeAlias = (
-    Started | Welcomed | RefusedBy | Assigned | Released | PrepareAsked | ControlRefused | ControlNotSent
+    Started | Welcomed | RefusedBy | Assigned | Released | PrepareAsked | Dismissed
+    | BrokerReached | BrokerCut | ControlRefused | ControlNotSent
     | MeasureAsked | MeasureProgressed | MeasureFinished | MeasureBroke | MeasureCancelled | ProbeAsked | ProbeEnded
     | LoadProgressed | LoadFinished | LoadFailed | LoadCancelled
     | BatchArrived | DataRefused | BatchComputed | BatchComputeFailed | BatchSkipped | BatchSent | SendTimedOut
-    | TimePassed | StopAsked
+    | TimePassed | LeaveAsked | StopAsked
 )  # fmt: skip

@@ -17,6 +17,7 @@ from potluck.model.verified import is_verified
 from potluck.stage.batch import compute_batch
 from potluck.stage.engine import Engine, Loaded, LoadSpec, Sampler, Work
 from potluck.stage.events import Computed, Job
+from potluck.stage.state import words_of
 from potluck.wire.errors import EngineError, ModelError, Phase, PotluckError
 from potluck.wire.messages import Slice, int32_array
 
@@ -164,7 +165,7 @@ class Holder:
     def _find(self, held: Slice) -> _Kept:
         kept = self._kept.get(held)
         if kept is None:
-            raise EngineError(f"Layers {held.first}-{held.end - 1} of {held.model.name} are not loaded.")
+            raise EngineError(f"Nothing is loaded for {words_of(held)}.")
         return kept
 
     def cost_s(self, job: Job) -> float:

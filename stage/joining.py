@@ -42,7 +42,7 @@ async def serve(
 ) -> int:
     """Runs one stage until SIGINT, SIGTERM or the broker's refusal. Returns the exit code.
 
-    Looks for a broker if none is named. Raises NoBrokerError, PortInUseError, SettingsError.
+    Looks for a broker if none is named. Raises NoBrokerError, PortInUseError, SettingsError, EngineHangsError.
     """
     with contextlib.closing(ZmqTransport()) as transport:
         joining = _Joining(transport, settings, listen_address, wanted, network)
@@ -51,11 +51,14 @@ async def serve(
 
         def stop(number: signal.Signals) -> None:
             stopped.append(number)
-            if not joining.stop(f"{number.name} came"):
+            if not joining.leave(f"{number.name} came"):
                 life.cancel()
 
+        def insist(number: signal.Signals) -> bool:
+            return joining.stays and joining.stop(f"{number.name} came again")
+
         code = 0
-        with stop_signals(stop):
+        with stop_signals(stop, insist):
             try:
                 code = await life
             except asyncio.CancelledError:
@@ -110,8 +113,20 @@ class _Joining:
                 other.cancel()
                 working.cancel()
 
+    def leave(self, reason: str) -> bool:
+        """Has the worker ask to leave; False if there is none."""
+        if self._worker is None:
+            return False
+        self._worker.leave(reason)
+        return True
+
+    @property
+    def stays(self) -> bool:
+        """Whether there is a worker that was asked to leave and is still needed."""
+        return self._worker is not None and self._worker.stays
+
     def stop(self, reason: str) -> bool:
-        """Ends the worker politely, so that what has begun comes to its end; False if there is none."""
+        """Ends the worker with a goodbye, so that what has begun comes to its end; False if there is none."""
         if self._worker is None:
             return False
         stopping = asyncio.ensure_future(self._worker.stop(reason))

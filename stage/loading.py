@@ -22,6 +22,7 @@ from potluck.stage.state import (
     Preparation,
     StageIdentity,
     StageState,
+    words_of,
 )
 from potluck.wire.errors import MalformedError, Phase, PotluckError
 from potluck.wire.messages import (
@@ -227,7 +228,7 @@ class Loading:
         """What came of a slice that was to be prepared."""
         prepare = self._state.prepare
         assert prepare.number is not None, "somebody waits for the answer"
-        what = _words(prepare.slices[index])
+        what = words_of(prepare.slices[index])
         answer: Prepared | PrepareFailed
         if isinstance(outcome, Ready):
             sizes = (outcome.weights_bytes, outcome.kv_bytes, outcome.compute_bytes)
@@ -262,10 +263,6 @@ class Loading:
 
 def _ready(loaded: Loaded, load_s: float) -> Ready:
     return Ready(load_s, loaded.weights_bytes + loaded.copied_bytes, loaded.kv_bytes, loaded.compute_bytes)
-
-
-def _words(wished: Slice) -> str:
-    return f"layers {wished.first}-{wished.end - 1} of {wished.model.name}"
 
 
 __all__ = ["PROGRESS_EVERY_S", "Loading"]

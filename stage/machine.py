@@ -1,8 +1,9 @@
 """The stage's core: events in, effects out. Knows no socket, clock or thread. Pure.
 
-It decides which epoch is valid and what of a stage's life follows from the broker's words. When to register and to
-beat is left to `membership`, what is held and loaded to `loading`, what becomes of micro-batches to `batches`, how a
-slice is loaded to `holder`, what the layers make of a micro-batch to `batch`, frames and queues to `pipeline`.
+It decides which epoch is valid, what follows from the broker's words, and when the stage ends. When to register and to
+beat is left to `membership`, what is held and loaded to `loading`, how long to stay to `leaving`, what becomes of
+micro-batches to `batches`, how a slice is loaded to `holder`, what the layers make of a micro-batch to `batch`, frames
+and queues to `pipeline`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ from potluck.stage.events import (
     BatchComputeFailed,
     BatchSent,
     BatchSkipped,
+    BrokerCut,
+    BrokerReached,
     ControlNotSent,
     ControlRefused,
     DataRefused,
+    Dismissed,
+    LeaveAsked,
     LoadCancelled,
     LoadFailed,
     LoadFinished,
@@ -50,15 +55,24 @@ from potluck.stage.events import (
     TimePassed,
     Welcomed,
 )
+from potluck.stage.leaving import Leaving
 from potluck.stage.loading import Loading
 from potluck.stage.measuring import Measuring
 from potluck.stage.membership import Membership
-from potluck.stage.state import Assignment, StageIdentity, StageState, StageStatus, Sums
-from potluck.wire.errors import MalformedError, PotluckError, StageError, VersionMismatchError
+from potluck.stage.state import Assignment, StageIdentity, StageState, StageStatus, Sums, words_of
+from potluck.wire.errors import (
+    EngineHangsError,
+    MalformedError,
+    Phase,
+    PotluckError,
+    StageError,
+    VersionMismatchError,
+)
 from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
     Goodbye,
     Heartbeat,
+    Leave,
     Prepared,
     PrepareFailed,
     Ready,
@@ -70,15 +84,26 @@ from potluck.wire.story import Story
 class StageMachine:
     """One stage's core. `handle` for every event, then `next_deadline` for the time of the next TimePassed."""
 
-    def __init__(self, me: StageIdentity, broker: str, *, keep_trying: bool = False) -> None:
+    def __init__(
+        self,
+        me: StageIdentity,
+        broker: str,
+        *,
+        drain_timeout_s: float,
+        hang_s: float,
+        keep_trying: bool = False,
+    ) -> None:
+        """`broker` is its address, for people; StageSettings explains the others."""
         self.me = me
         self.keep_trying = keep_trying
+        self.hang_s = hang_s
         self.state = StageState()
         self.story = Story()
         self.batches = Batches(me, self.state, self.story)
         self.loading = Loading(me, self.state, self.story)
         self.membership = Membership(me, broker, self.state.broker, self.story)
         self.measuring = Measuring(me.placed)
+        self.leaving = Leaving(self.state, self.story, drain_timeout_s)
         self._now = 0.0
 
     # ---- the interface
@@ -86,7 +111,10 @@ class StageMachine:
     def handle(self, event: StageEvent, now: float) -> list[Effect]:
         """What is to be done because of `event`, in order. `now` never goes back."""
         self._now = now
-        return [] if self.state.stopped else list(self._handle(event))
+        effects = [] if self.state.stopped else list(self._handle(event))
+        if not self.state.stopped and self.leaving.is_over(now):
+            effects += self._stop(event.cause, self.leaving.reason)
+        return effects
 
     def _handle(self, event: StageEvent) -> Iterator[Effect]:
         match event:
@@ -107,6 +135,12 @@ class StageMachine:
             case PrepareAsked():
                 if self.state.broker.joined:
                     yield from self.loading.prepare(event, self._now)
+            case Dismissed():
+                self.leaving.let_go(self._now)
+            case BrokerReached():
+                self.state.broker.cut = False
+            case BrokerCut():
+                self.state.broker.cut = True
             case LoadProgressed():
                 yield from self.loading.progressed(event, self._now)
             case LoadFinished() | LoadFailed() | LoadCancelled():
@@ -145,12 +179,15 @@ class StageMachine:
                 yield from self.batches.timed_out(event, self._now)
             case TimePassed():
                 yield from self._time_passed(event)
+            case LeaveAsked():
+                yield from self.leaving.ask(event, self._now)
             case StopAsked():
-                yield from self._stop(event)
+                yield from self._stop(event.cause, event.reason)
 
     def next_deadline(self) -> float | None:
         """When `handle(TimePassed())` is due, on the clock of `now`; None while nothing is waited for."""
-        return self.membership.next_deadline()
+        dues = (self.membership.next_deadline(), self.leaving.due_s, self.state.hang_due_s)
+        return None if self.state.stopped else min((due for due in dues if due is not None), default=None)
 
     def validate(self) -> None:
         """Raises AssertionError if the state contradicts itself."""
@@ -162,6 +199,7 @@ class StageMachine:
         if self.membership.is_awaited():
             self.loading.spare()
             yield from self._forget_assignment()
+            self.state.broker.cut = False
             self.state.epoch, self.state.spoken = event.epoch, False
             yield from self.membership.welcome(event, self._now)
 
@@ -172,6 +210,7 @@ class StageMachine:
         elif self.state.broker.joined:
             text = f"The broker refused a message: {event.error.what} {event.error.hint}"
             yield Report("warning", text.rstrip())
+            self.leaving.let_go(self._now)
         else:
             yield from self._turned_away(event.error.restore(), event.cause)
 
@@ -188,6 +227,9 @@ class StageMachine:
         if self.state.broker.joined:  # otherwise an answer to what was sent before the registration under way
             self.loading.spare()
             yield from self._forget_assignment()
+            if self.leaving.due_s is not None:
+                yield from self._stop(cause, self.leaving.reason)
+                return
             yield from self.membership.part(cause, self.state.epoch, self._now)
 
     def _turned_away(self, error: PotluckError, cause: str) -> Iterator[Effect]:
@@ -200,14 +242,30 @@ class StageMachine:
             yield Disconnect()
             yield Exit(1, error)
 
-    def _stop(self, event: StopAsked) -> Iterator[Effect]:
+    def _stop(self, cause: str, reason: str) -> Iterator[Effect]:
+        yield from self._end(cause, reason)
+        yield Exit(0)
+
+    def _hangs(self, cause: str) -> Iterator[Effect]:
+        """The engine does not come back, and its thread can't be ended without the process."""
+        error = self.me.placed(
+            EngineHangsError(
+                f"The engine hangs: what it computes was given up by the broker {self.hang_s:g} s ago.",
+                hint="Only a new process helps. If that hangs, too: try --threads 1, or --max-vram-gb 0.",
+            ),
+            Phase.SERVE,
+        )
+        yield Report("error", str(error))
+        yield from self._end(cause, error.what)
+        yield Exit(1, error, restart=True)
+
+    def _end(self, cause: str, reason: str) -> Iterator[Effect]:
         self._halt()
-        self._tell("broker", event.cause, f"stopped: {event.reason}")
+        self._tell("broker", cause, f"stopped: {reason}")
         yield from self.measuring.cancel()
         yield from self.loading.cancel()
         yield Disconnect()
-        yield SendControl(Goodbye(event.reason), self.state.epoch)
-        yield Exit(0)
+        yield SendControl(Goodbye(reason), self.state.epoch)
 
     def _halt(self) -> None:
         self.state.stopped = True
@@ -226,11 +284,12 @@ class StageMachine:
                 yield SendControl(wanted.outcome, wanted.epoch)
             return
         yield from self._forget_assignment()
+        self._watch_lane()
         state.epoch, state.spoken, state.sums = event.epoch, True, Sums()
         state.wanted = wanted = Assignment(event.epoch, event.assign)
         state.spared = frozenset()
         assign = event.assign
-        layers = f"layers {assign.first}-{assign.end - 1} of {assign.model.name}"
+        layers = words_of(assign.slice)
         self._tell(
             f"epoch {event.epoch}", event.cause, f"assigned {layers}, stage {assign.index} of {assign.stages}"
         )
@@ -252,6 +311,7 @@ class StageMachine:
         if state.wanted is not None and state.wanted.slice in state.held:
             state.spared = frozenset({state.wanted.slice})
         yield from self._forget_assignment()
+        self._watch_lane()
         state.epoch, state.spoken, state.sums = event.epoch, True, Sums()
         self._tell(f"epoch {event.epoch}", event.cause, "released")
         yield Report("info", "Nothing to serve, standing by.")
@@ -262,6 +322,13 @@ class StageMachine:
         state = self.state
         return state.broker.joined and (epoch > state.epoch or (epoch == state.epoch and not state.spoken))
 
+    def _watch_lane(self) -> None:
+        """What the compute lane still does is of an epoch that is over: it has to end soon."""
+        state = self.state
+        for work in (*state.running, state.clearing):
+            if work is not None and work.due_s is None:
+                work.due_s = self._now + self.hang_s
+
     def _forget_assignment(self) -> Iterator[Effect]:
         if self.state.wanted is not None:
             self.state.wanted = None
@@ -270,6 +337,8 @@ class StageMachine:
     def _not_sent(self, event: ControlNotSent) -> None:
         """The next beat tries again."""
         match event.message:
+            case Leave():
+                self.leaving.not_sent()
             case Prepared() | PrepareFailed() as answer:
                 self.loading.not_sent(answer)
             case Ready() | StageFailed() as outcome:
@@ -293,6 +362,10 @@ class StageMachine:
                 wanted.told = True
                 yield SendControl(wanted.outcome, wanted.epoch)
             yield from self.loading.tell_again()
+            yield from self.leaving.tell_again()
+        hang_due_s = state.hang_due_s
+        if hang_due_s is not None and self._now >= hang_due_s:
+            yield from self._hangs(event.cause)
 
     # ---- helpers
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from potluck.model.facts import read_facts
 from potluck.wire.messages import Capabilities
 
+DRAIN_TIMEOUT_S = 30.0
+HANG_S = 15.0
+
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
@@ -31,6 +34,10 @@ class StageSettings:
     capabilities: Capabilities = Capabilities()
     keep_trying: bool = False
     """Whether to go on asking a broker that refuses the stage (another version, no such model)."""
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+    """How long a stage that was asked to leave serves on until the broker can do without it; 0: not at all."""
+    hang_s: float = HANG_S
+    """How long the engine may go on with what is of an older epoch, before the process is taken for hung."""
     send_timeout_s: float = 5.0
     """How long a result waits for a next stage that takes nothing, before it is dropped."""
     close_timeout_s: float = 5.0
@@ -42,4 +49,4 @@ def offers(paths: tuple[Path, ...]) -> dict[str, Path | None]:
     return {read_facts(path).fingerprint: path for path in paths}
 
 
-__all__ = ["StageSettings", "offers"]
+__all__ = ["DRAIN_TIMEOUT_S", "HANG_S", "StageSettings", "offers"]

@@ -24,6 +24,11 @@ RELOAD_AFTER_BREAKS = 2
 """After this many failed micro-batches in a row an engine is not trusted any more: the next epoch loads it anew."""
 
 
+def words_of(layers: Slice) -> str:
+    """A slice for people, its last layer included."""
+    return f"layers {layers.first}-{layers.end - 1} of {layers.model.name}"
+
+
 @dataclass(frozen=True, slots=True)
 class StageIdentity:
     """What the stage says of itself when it registers."""
@@ -187,6 +192,8 @@ class Broker:
     register_due_s: float | None = None
     heartbeat_s: float = 1.0
     beat_due_s: float | None = None
+    cut: bool = False
+    """Whether the connection is known to be broken."""
 
 
 @dataclass(slots=True)
@@ -238,6 +245,14 @@ class StageState:
         """What the compute lane is using, or will be: its engine is nobody else's."""
         used = frozenset(running.job.assign.slice for running in self.running)
         return used if self.clearing is None else used | {self.clearing.slice}
+
+    @property
+    def hang_due_s(self) -> float | None:
+        """When what the compute lane still does for an older epoch counts as hanging."""
+        dues = [running.due_s for running in self.running]
+        if self.clearing is not None:
+            dues.append(self.clearing.due_s)
+        return min((due for due in dues if due is not None), default=None)
 
     def serves(self, held: Slice) -> bool:
         """Whether micro-batches are let in for it."""

@@ -42,8 +42,12 @@ from potluck.stage.engine import Engine, Loaded
 from potluck.stage.engines import make_engine
 from potluck.stage.events import (
     Assigned,
+    BrokerCut,
+    BrokerReached,
     ControlNotSent,
     ControlRefused,
+    Dismissed,
+    LeaveAsked,
     LoadCancelled,
     LoadFailed,
     LoadFinished,
@@ -75,6 +79,8 @@ from potluck.wire.measures import Profile
 from potluck.wire.messages import (
     Assign,
     Envelope,
+    Farewell,
+    Leave,
     Measure,
     Prepare,
     Prepared,
@@ -92,10 +98,10 @@ from potluck.wire.messages import (
 
 log = logging.getLogger("potluck.stage")
 
-CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe, Prepare})
+CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe, Prepare, Farewell})
 Measurer: TypeAlias = Callable[[Measure, Callable[[], bool], Progressed], Profile | None]
 """Measures this device; None if that was no longer wanted on the way. Raises PotluckError. Runs on the load lane."""
-RETOLD = Ready | StageFailed | Prepared | PrepareFailed
+RETOLD = Ready | StageFailed | Prepared | PrepareFailed | Leave
 """What the core wants to hear of if it could not be sent."""
 GOODBYE_S = 0.05
 """What the goodbye gets to leave this machine before its socket is closed."""
@@ -143,7 +149,9 @@ class StageWorker:
         self._lane: ComputeLane
         self._load_lane: ComputeLane
         self._dealer: Dealer
-        self._reader: asyncio.Task[None]
+        self._ears: list[asyncio.Task[None]] = []
+        """What listens on the dealer."""
+        self._hangs = False
         self._clockwork: Clockwork[StageEvent, Effect]
         self._exit: asyncio.Future[Exit]
         self._cancelled_load = 0
@@ -161,7 +169,10 @@ class StageWorker:
     # ---- life
 
     async def run(self) -> int:
-        """Serves until it is stopped or refused. Returns the exit code. Raises PortInUseError, SettingsError."""
+        """Serves until it is stopped or refused. Returns the exit code.
+
+        Raises PortInUseError, SettingsError, and EngineHangsError if only a new process helps.
+        """
         self._loop = asyncio.get_running_loop()
         self._exit = self._loop.create_future()
         settings = self.settings
@@ -176,6 +187,8 @@ class StageWorker:
             self._identity(pull),
             self._broker_endpoint.removeprefix("tcp://"),
             keep_trying=settings.keep_trying,
+            drain_timeout_s=settings.drain_timeout_s,
+            hang_s=settings.hang_s,
         )
         self._clockwork = Clockwork(self._machine, self._perform, self._tick)
         self._pipeline = Pipeline(
@@ -191,14 +204,26 @@ class StageWorker:
         )
         try:
             self._guard(self._pipeline.start())
-            self._reader = self._spawn(self._read_control(self._dealer))
+            self._listen()
             self.feed(Started(cause="start"))
             ended = await self._exit
             self.error = ended.error
             await asyncio.sleep(GOODBYE_S)
+            if ended.restart and ended.error is not None:
+                self._hangs = True
+                raise ended.error
             return ended.code
         finally:
             await self._close()
+
+    def leave(self, reason: str) -> None:
+        """Asks the broker to do without this stage. `run` ends when it can, or no longer answers."""
+        self.feed(LeaveAsked(cause="leave", reason=reason))
+
+    @property
+    def stays(self) -> bool:
+        """Whether it was asked to leave and is still needed."""
+        return self.machine.leaving.due_s is not None and not self.machine.state.stopped
 
     async def stop(self, reason: str = "it was stopped") -> None:
         """Says goodbye and waits until `run` has ended."""
@@ -211,12 +236,11 @@ class StageWorker:
 
     async def _close(self) -> None:
         self._clockwork.close()
-        self._reader.cancel()
+        self._hang_up()
         for probe in self._probes:
             probe.cancel()
         self._pipeline.close()
-        self._dealer.close()
-        patience_s = self.settings.close_timeout_s
+        patience_s = 0.0 if self._hangs else self.settings.close_timeout_s
         await asyncio.gather(
             self._lane.close(self._holder.close, patience_s), self._load_lane.close(_nothing, patience_s)
         )
@@ -261,10 +285,9 @@ class StageWorker:
                     event = ControlNotSent(cause="control socket", epoch=epoch, message=message)
                     self._loop.call_soon(self.feed, event)
             case Reconnect():
-                self._reader.cancel()
-                self._dealer.close()
+                self._hang_up()
                 self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id)
-                self._reader = self._spawn(self._read_control(self._dealer))
+                self._listen()
             case StartMeasure(number, message):
                 self._measure(number, message)
             case CancelMeasure(number):
@@ -349,6 +372,24 @@ class StageWorker:
 
     # ---- frames from the broker
 
+    def _listen(self) -> None:
+        self._ears = [
+            self._spawn(self._read_control(self._dealer)),
+            self._spawn(self._watch_connection(self._dealer)),
+        ]
+
+    def _hang_up(self) -> None:
+        for ear in self._ears:
+            ear.cancel()
+        self._dealer.close()
+
+    async def _watch_connection(self, dealer: Dealer) -> None:
+        while True:
+            if await dealer.connection():
+                self.feed(BrokerReached(cause="connection"))
+            else:
+                self.feed(BrokerCut(cause="connection"))
+
     async def _read_control(self, dealer: Dealer) -> None:
         while True:
             frames = await dealer.recv()
@@ -401,6 +442,8 @@ def _event_of(envelope: Envelope) -> StageEvent:
             return Released(cause=cause, epoch=epoch)
         case Prepare() as prepare:
             return PrepareAsked(cause=cause, message=prepare)
+        case Farewell():
+            return Dismissed(cause=cause)
         case Measure() as measure:
             return MeasureAsked(cause=cause, message=measure)
         case Probe() as probe:

@@ -26,9 +26,11 @@ SLICE = assignment().slice
 class Core:
     """A machine with a clock, checked after every event."""
 
-    def __init__(self, *, keep_trying: bool = False) -> None:
+    def __init__(self, *, keep_trying: bool = False, drain_timeout_s: float = 30.0) -> None:
         me = StageIdentity("dev/1", "dev", "1.0", "fake", "tcp://dev:5", (MODEL.fingerprint,))
-        self.machine = StageMachine(me, "broker:7946", keep_trying=keep_trying)
+        self.machine = StageMachine(
+            me, "broker:7946", drain_timeout_s=drain_timeout_s, hang_s=15.0, keep_trying=keep_trying
+        )
         self.now = 0.0
 
     def do(self, event: StageEvent) -> list[Effect]:

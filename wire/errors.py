@@ -195,6 +195,12 @@ class EngineError(StageError):
     code = "engine_failed"
 
 
+class EngineHangsError(EngineError):
+    """The engine hangs."""
+
+    code = "engine_hangs"
+
+
 class OutOfMemoryError(EngineError):
     """There is not enough memory."""
 

@@ -27,13 +27,17 @@ from potluck.wire.messages import (
     BatchDone,
     Envelope,
     ErrorInfo,
+    Farewell,
     Goodbye,
     Heartbeat,
+    Leave,
     Message,
     MicroBatch,
+    Ping,
     Ready,
     Refused,
     Register,
+    Release,
     SlotSampling,
     Span,
     Welcome,
@@ -56,12 +60,17 @@ class Broker:
         self.peer = b""
         self.process: asyncio.subprocess.Process | None = None
 
-    async def start(self, *options: str, within: Sequence[str] = (), **environment: str) -> None:
+    async def start(
+        self,
+        *options: str,
+        within: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "potluck.stage.cli"),
+        **environment: str,
+    ) -> None:
         command = [
             *within,
             sys.executable,
-            "-m",
-            "potluck.stage.cli",
+            *program,
             self.control.endpoint,
             "--name",
             "mini",
@@ -127,32 +136,120 @@ async def broker() -> AsyncIterator[Broker]:
                 await side.process.communicate()
 
 
-async def push(side: Broker, register: Register, frames: list[Buffer]) -> None:
-    """Sends one data frame to the stage's socket; 0.0.0.0 is the broker's own machine."""
+async def push(side: Broker, register: Register, *messages: list[Buffer]) -> None:
+    """Sends data frames to the stage's socket; 0.0.0.0 is the broker's own machine."""
     way = side.transport.push(register.data_endpoint.replace("0.0.0.0", "127.0.0.1"))
     async with asyncio.timeout(DEADLINE_S):
-        await way.send(frames)
+        for frames in messages:
+            await way.send(frames)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_stage_serves_beats_and_says_goodbye_on_a_signal(number: signal.Signals, code: int) -> None:
+STOPS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+
+
+@STOPS
+def test_a_stage_serves_beats_asks_to_leave_on_a_signal_and_goes_with_the_farewell(
+    number: signal.Signals, code: int
+) -> None:
     async def scenario() -> None:
         async with broker() as side:
             await side.start(*FAKE)
             register = await side.serve(assignment())
             assert register.device == "mini"
             assert register.models == (MODEL.fingerprint,)
+            await side.hear(Heartbeat)
+            side.signal(number)
+            leave = (await side.hear(Leave)).message
+            assert isinstance(leave, Leave)
+            assert number.name in leave.reason
             await push(side, register, encode(prompt_batch(0), Epoch(1), [int32(5, 6, 7)]))
             done, tokens = await side.result()
             assert tokens == fake_continuation([5, 6, 7], 1, LAYERS)
             assert done.hops[0].compute_s > 0.0
-            await side.hear(Heartbeat)
-            side.signal(number)
+            side.say(Farewell())
             goodbye = (await side.hear(Goodbye)).message
             assert isinstance(goodbye, Goodbye)
             assert number.name in goodbye.reason
             ended, said = await side.end()
             assert ended == code
+            assert "Traceback" not in said
+            assert said.count("waits up to 30 s for others to take over layers 0-3 of toy") == 1
+
+    asyncio.run(scenario())
+
+
+@STOPS
+def test_a_second_signal_makes_a_stage_leave_at_once(number: signal.Signals, code: int) -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*FAKE)
+            await side.serve(assignment())
+            side.signal(number)
+            await side.hear(Leave)
+            for _ in range(20):
+                await side.hear(Heartbeat)  # twenty times 0.05 s: the next one is no doubled signal
+            side.signal(number)
+            await side.hear(Goodbye)
+            assert (await side.end())[0] == code
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_stage_whose_broker_is_gone_ends_at_once_on_a_signal(before: bool) -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*FAKE, "--drain-timeout", "3600")
+            await side.serve(assignment())
+            if not before:
+                side.signal(signal.SIGTERM)
+                await side.hear(Leave)
+            side.control.close()
+            if before:
+                side.signal(signal.SIGTERM)
+            assert (await side.end())[0] == 0
+
+    asyncio.run(scenario())
+
+
+HANGING = """
+import sys, time
+from potluck.stage import worker
+from potluck.stage.cli import main
+from potluck.stage.engines.fake import FakeEngine
+
+class Hanging(FakeEngine):
+    def forward(self, work):
+        time.sleep(3600)
+
+worker.make_engine = lambda name: Hanging()
+main()
+"""
+
+
+def test_a_stage_whose_engine_hangs_comes_back_as_a_fresh_one_but_not_for_ever() -> None:
+    async def scenario() -> None:
+        async with broker() as side:
+            await side.start(*FAKE, "--hang-timeout", "0.1", program=("-P", "-c", HANGING))
+            assert side.process is not None
+            stages = set()
+            for _ in range(4):
+                register = await side.serve(assignment())
+                stages.add(register.stage)
+                batch = encode(prompt_batch(0), Epoch(1), [int32(5, 6, 7)])
+                ping = encode(Ping(0, 0, side.results.endpoint), Epoch(0), [b"x"])
+                await push(side, register, batch, ping)
+                async with asyncio.timeout(DEADLINE_S):
+                    await side.results.recv()  # the pong: what came before the ping is on the lane
+                side.say(Release(), 2)
+                goodbye = (await side.hear(Goodbye)).message
+                assert isinstance(goodbye, Goodbye)
+                assert "hangs" in goodbye.reason
+            assert len(stages) == 4
+            code, said = await side.end()
+            assert code == 1
+            assert said.count("Starting anew") == 3
+            assert "potluck-stage: The engine hangs" in said
             assert "Traceback" not in said
 
     asyncio.run(scenario())
@@ -234,7 +331,9 @@ def test_a_real_model_whole_in_one_stage_gives_its_greedy_text(smollm2_path: Pat
         model = reference(read_facts(smollm2_path), "smollm2")
         assign = assignment(model=model, end=model.layers, context_tokens=64)
         async with broker() as side:
-            await side.start("--model", str(smollm2_path), POTLUCK_CACHE_DIR=str(tmp_path))
+            await side.start(
+                "--model", str(smollm2_path), "--drain-timeout", "0", POTLUCK_CACHE_DIR=str(tmp_path)
+            )
             register = await side.serve(assign)
             prompt = [504, 3575, 282, 4649, 314]
             first = MicroBatch(0, (Span(0, 0, len(prompt), 1),), (), (SlotSampling(0, GREEDY),))

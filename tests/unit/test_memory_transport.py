@@ -218,3 +218,16 @@ async def test_a_dead_host_sends_nothing_more_and_what_was_on_its_way_arrives() 
     assert await pull.recv() == [b"data"]
     assert await soon(router.recv()) is None
     assert not router.send(b"a", [b"answer"])
+
+
+@story
+async def test_a_dealer_hears_that_its_router_is_there_is_gone_and_is_there_again() -> None:
+    network = MemoryNetwork()
+    broker = network.host("broker")
+    router = broker.router(CONTROL)
+    dealer = network.host("a").dealer(CONTROL, "a")
+    assert await dealer.connection()
+    router.close()
+    assert not await dealer.connection()
+    broker.router(CONTROL)
+    assert await dealer.connection()

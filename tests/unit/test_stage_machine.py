@@ -29,11 +29,14 @@ from potluck.stage.events import (
     BatchComputeFailed,
     BatchSent,
     BatchSkipped,
+    BrokerCut,
+    BrokerReached,
     Computed,
     ControlNotSent,
     ControlRefused,
     DataRefused,
     Job,
+    LeaveAsked,
     LoadCancelled,
     LoadFailed,
     LoadFinished,
@@ -544,6 +547,7 @@ def test_the_story_of_a_micro_batch_says_why_it_was_dropped() -> None:
 
 
 SLICES = st.sampled_from([assignment().slice, assignment(0, 2).slice, assignment(1, 2).slice])
+LEAVE = LeaveAsked(cause="signal", reason="SIGTERM came")
 LATER = st.sampled_from([1, 1, 1, 0, -1])
 """Than the newest number: the broker's words are mostly news."""
 
@@ -559,6 +563,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.held: set[Slice] = set()
         self.ready_in: set[int] = set()
         self.batches = 0
+        self.leaves = False
         self.listed: tuple[Slice, ...] = ()
         self.number: int | None = None
         self.answered: list[int] = []
@@ -591,6 +596,10 @@ class AnyOrder(RuleBasedStateMachine):
                     self.answered.append(index)
                 case ForwardBatch(epoch) | SendResult(epoch):
                     assert epoch == self.core.machine.state.epoch, "nothing of an old epoch leaves"
+                case Exit(restart=True):
+                    assert self.lane, "only what is on the lane can hang"
+                case Exit():
+                    assert self.leaves, "a stage that nobody asked to leave stays"
                 case _:
                     pass
         if not self.core.machine.state.broker.joined:
@@ -623,6 +632,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(later=LATER)
     def released(self, later: int) -> None:
         self.do(Released(cause="broker", epoch=self.epoch(later)))
+
+    @precondition(lambda self: self.batches > 2)
+    @rule(event=st.sampled_from([BrokerCut(cause="link"), BrokerReached(cause="link"), LEAVE]))
+    def leaves_or_is_cut_off(self, event: StageEvent) -> None:
+        self.leaves = self.leaves or event == LEAVE
+        self.do(event)
 
     @rule(later=LATER, slices=st.lists(SLICES, max_size=4))
     def prepare(self, later: int, slices: list[Slice]) -> None:
@@ -684,11 +699,12 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def waits_for_something(self) -> None:
         if hasattr(self, "core"):
-            assert self.core.machine.next_deadline() is not None, "a stage that runs registers or beats"
+            waits = self.core.machine.next_deadline() is not None
+            assert waits != self.core.machine.state.stopped, "a stage that runs registers or beats"
 
     @invariant()
     def knows_what_it_holds(self) -> None:
-        if hasattr(self, "core"):
+        if hasattr(self, "core") and not self.core.machine.state.stopped:
             assert self.core.machine.state.held.keys() == self.held
 
     @invariant()
@@ -698,7 +714,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def comes_to_rest(self) -> None:
-        if not hasattr(self, "core") or self.loads or self.lane:
+        if not hasattr(self, "core") or self.loads or self.lane or self.core.machine.state.stopped:
             return
         state = self.core.machine.state
         if self.number is not None:

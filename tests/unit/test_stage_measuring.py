@@ -35,7 +35,7 @@ LINK = LinkTiming(rtt_s=0.001)
 class Core:
     def __init__(self, *, joined: bool = True) -> None:
         me = StageIdentity("dev/1", "dev", "1.0", "fake", "tcp://dev:5", (MODEL.fingerprint,))
-        self.machine = StageMachine(me, "broker:7946")
+        self.machine = StageMachine(me, "broker:7946", drain_timeout_s=30.0, hang_s=15.0)
         self.now = 0.0
         self.do(Started(cause="start"))
         if joined:

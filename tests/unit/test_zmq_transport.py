@@ -174,3 +174,21 @@ def test_a_socket_may_be_closed_twice_and_while_somebody_waits_for_it() -> None:
         pull.close()
 
     run(LOOPS[1], story)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
+def test_a_dealer_hears_that_its_router_is_there_is_gone_and_is_there_again(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def story(transport: ZmqTransport) -> None:
+        router = transport.router(ANY)
+        dealer = transport.dealer(router.endpoint, "me")
+        assert await dealer.connection()
+        router.close()
+        assert not await dealer.connection()
+        transport.router(router.endpoint)
+        assert await dealer.connection()
+        dealer.close()
+        dealer.close()
+
+    run(loop, story)
