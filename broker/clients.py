@@ -52,7 +52,7 @@ class ZmqClients:
 
     def closed(self, peer: bytes) -> None:
         """Ends all requests of a client that is gone."""
-        for client, name in list(self._tickets):
+        for client, name in reversed(list(self._tickets)):  # those that wait before those whose slots they would get
             if client == peer:
                 self.cancel(peer, Cancel(name))
 
