@@ -141,7 +141,9 @@ def test_a_killed_client_leaves_no_request_behind_although_no_token_comes() -> N
         await made.until(lambda: made.serving == ["a"])
         stage.send_signal(signal.SIGSTOP)  # it computes nothing, so nothing is sent to the client
         address = made.server.control_endpoint.removeprefix("tcp://")
-        client = await made.start("potluck", "infer", "--broker", address, "--raw", "--prompt", "a", "-n", "9")
+        client = await made.start(
+            "potluck", "infer", "--broker", address, "--raw", "--prompt", "a", "-n", "9"
+        )
         await made.until(lambda: len(made.server.machine.state.requests) == 1)
         client.kill()
         await made.until(lambda: not made.server.machine.state.requests)

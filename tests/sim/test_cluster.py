@@ -194,14 +194,14 @@ def test_a_killed_stage_is_noticed_by_its_closed_connection_without_waiting_for_
         lost, begun_s = house.stage_id("b"), house.now
         await house.kill("b")
         await house.until(lambda: lost not in house.core.state.stages)
-        assert house.now - begun_s <= 2 * LINK_S
+        assert house.now - begun_s <= 2 * link_s
         assert "its connection closed" in str(house.core.core.last_error)
         await running
         assert house.chain == ["a", "c"]
 
-    LINK_S = 0.002
+    link_s = 0.002
     config = dataclasses.replace(CONFIG, heartbeat_s=3600.0)
-    in_house(story, config=config, weather=Forecast(delay_s=LINK_S))
+    in_house(story, config=config, weather=Forecast(delay_s=link_s))
 
 
 @pytest.mark.parametrize("fault", ["frozen", "cut off"])
@@ -408,7 +408,9 @@ def test_a_client_that_vanishes_frees_its_slot_at_the_next_token() -> None:
     in_house(story)
 
 
-def test_a_client_that_vanishes_while_no_token_comes_frees_its_slot_and_its_place_in_the_queue_at_once() -> None:
+def test_a_client_that_vanishes_while_no_token_comes_frees_its_slot_and_its_place_in_the_queue_at_once() -> (
+    None
+):
     async def story(house: House) -> None:
         await house.serving("a", cost=Cost(batch_s=4.0))
         phone = house.client("phone")

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def run(
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(whole())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what nobody announces; the story's deadline ends it."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
@@ -246,8 +253,7 @@ def test_thousands_of_dealers_that_come_and_go_on_few_descriptors_are_each_told_
                 if number % 3 == 0:
                     await asyncio.sleep(0)
                 else:
-                    while f"{lane}/{number}".encode() not in said:
-                        await asyncio.sleep(0)
+                    await until(partial(said.__contains__, f"{lane}/{number}".encode()))
                 dealer.close()
 
         async def listen() -> None:
@@ -260,8 +266,7 @@ def test_thousands_of_dealers_that_come_and_go_on_few_descriptors_are_each_told_
 
         listener = asyncio.create_task(listen())
         await asyncio.gather(*(come_and_go(lane) for lane in range(10)))
-        while len(closed) < len(said) - 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(closed) >= len(said) - 1)
         listener.cancel()
         assert len(closed) == len(set(closed))
         assert set(closed) == said - {b"steady"}
@@ -332,8 +337,7 @@ def test_a_router_takes_its_monitor_along_when_it_closes() -> None:
         before = open_now()
         for _ in range(50):
             await once()
-        while open_now() > before:  # ZeroMQ's own thread closes them
-            await asyncio.sleep(0.001)
+        await until(lambda: open_now() <= before)  # ZeroMQ's own thread closes them
 
     before = open_now()
     run(asyncio.SelectorEventLoop, story)
@@ -344,7 +348,9 @@ def test_a_router_closes_in_the_middle_of_a_storm_of_connections() -> None:
     async def story(transport: ZmqTransport) -> None:
         router = transport.router(ANY, closings=True)
         where = ("127.0.0.1", int(router.endpoint.rpartition(":")[2]))
-        with contextlib.suppress(TimeoutError):  # this loop reads no news meanwhile: in the end nobody is let in
+        with contextlib.suppress(
+            TimeoutError
+        ):  # this loop reads no news meanwhile: in the end nobody is let in
             for _ in range(zmq_transport.NEWS_QUEUE):
                 with socket.create_connection(where, timeout=0.5) as connection:
                     connection.recv(1)  # it is accepted
