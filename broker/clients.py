@@ -51,8 +51,8 @@ class ZmqClients:
             ticket.cancel()
 
     def closed(self, peer: bytes) -> None:
-        """Ends all requests of a client that is gone."""
-        for client, name in list(self._tickets):
+        """Ends all requests of a client that is gone: those that wait before those whose slots they would get."""
+        for client, name in reversed(list(self._tickets)):
             if client == peer:
                 self.cancel(peer, Cancel(name))
 

@@ -420,6 +420,7 @@ class ZmqTransport(Transport):
 
     def push(self, endpoint: str) -> Push:
         push = _ZmqPush(self, zmq.PUSH, DATA_QUEUE, limits.ARRAY_BYTES)
+        # Without this ZeroMQ would keep what a dead peer did not take, and give it to whoever has its port next.
         push.socket.setsockopt(zmq.IMMEDIATE, 1)
         push._connect(endpoint)
         return push

@@ -185,6 +185,43 @@ def test_requests_that_wait_behind_others_for_long_outlive_the_death_of_a_stage(
     in_house(story, config=dataclasses.replace(CONFIG, slots=1, wait_limit_s=8.0))
 
 
+def test_a_killed_stage_is_noticed_by_its_closed_connection_without_waiting_for_beats() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", "c", cost=STEP)
+        running = asyncio.create_task(ask(house.client(), 40))
+        await house.until(lambda: house.core.state.tokens_out > 10)
+        lost, begun_s = house.stage_id("b"), house.now
+        await house.kill("b")
+        await house.until(lambda: lost not in house.core.state.stages)
+        assert house.now - begun_s <= 2 * link_s
+        assert "its connection closed" in str(house.core.core.last_error)
+        await running
+        assert house.chain == ["a", "c"]
+
+    link_s = 0.002
+    config = dataclasses.replace(CONFIG, heartbeat_s=3600.0)
+    in_house(story, config=config, weather=Forecast(delay_s=link_s))
+
+
+@pytest.mark.parametrize("fault", ["frozen", "cut off"])
+def test_a_stage_that_is_frozen_or_cut_off_is_noticed_by_its_missing_beats(fault: str) -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", cost=STEP)
+        lost, begun_s = house.stage_id("b"), house.now
+        if fault == "frozen":
+            house.freeze("b")
+        else:
+            house.partition("b", BROKER)
+        await house.until(lambda: lost not in house.core.state.stages)
+        assert house.now - begun_s >= CONFIG.lost_after_s - CONFIG.heartbeat_s
+        assert "no sign of life" in str(house.core.core.last_error)
+        house.thaw("b")
+        house.heal("b", BROKER)
+        await house.until(lambda: house.chain == ["a", "b"])
+
+    in_house(story)
+
+
 # ---- frozen
 
 
@@ -368,6 +405,27 @@ def test_a_client_that_vanishes_frees_its_slot_at_the_next_token() -> None:
         await ask(house.client("other"))
 
     in_house(story)
+
+
+def test_a_client_that_vanishes_while_no_token_comes_frees_its_slot_and_its_place_in_the_queue_at_once() -> (
+    None
+):
+    async def story(house: House) -> None:
+        await house.serving("a", cost=Cost(batch_s=4.0))
+        phone = house.client("phone")
+        lost = [asyncio.create_task(ask(phone, 50)) for _ in range(2)]
+        await house.until(lambda: len(house.core.state.requests) == 2)
+        assert house.core.state.waiting
+        begun_s = house.now
+        await house.kill("phone")
+        await house.until(lambda: not house.core.state.requests)
+        assert house.now == begun_s
+        for task in lost:
+            task.cancel()
+        await asyncio.gather(*lost, return_exceptions=True)
+        await ask(house.client("other"), 2)
+
+    in_house(story, config=dataclasses.replace(CONFIG, slots=1))
 
 
 def test_an_http_client_that_hangs_up_frees_its_slot() -> None:

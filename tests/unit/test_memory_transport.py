@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 
 from potluck.runtime.memory import Fate, MemoryNetwork, Weather
+from potluck.runtime.transport import PeerClosed
 from potluck.wire.errors import PortInUseError
 from potluck.wire.frames import Buffer
 from sim.virtual_time import run_virtual
@@ -231,3 +232,59 @@ async def test_a_dealer_hears_that_its_router_is_there_is_gone_and_is_there_agai
     assert not await dealer.connection()
     broker.router(CONTROL)
     assert await dealer.connection()
+
+
+# ---- connections that close
+
+
+@story
+async def test_a_router_hears_that_a_dealer_closed_after_all_that_it_had_sent() -> None:
+    network = MemoryNetwork(Scripted(Fate((0.5,))))
+    router = network.host("broker").router(CONTROL, closings=True)
+    host = network.host("a")
+    host.dealer(CONTROL, "a").send([b"last words"])
+    host.close()
+    assert await router.hear() == (b"a", [b"last words"])
+    assert (await router.hear(), now()) == (PeerClosed(b"a"), 0.5)
+
+
+@story
+async def test_a_router_hears_nothing_of_a_dealer_that_is_cut_off_or_never_spoke() -> None:
+    weather = Scripted()
+    network = MemoryNetwork(weather)
+    router = network.host("broker").router(CONTROL, closings=True)
+    spoke, silent = (network.host(name).dealer(CONTROL, name) for name in ("a", "b"))
+    spoke.send([b"x"])
+    await router.hear()
+    weather.cut = True
+    spoke.close()
+    weather.cut = False
+    silent.close()
+    assert await soon(router.hear()) is None
+
+
+@story
+async def test_a_router_does_not_miss_a_dealer_that_speaks_over_a_new_connection() -> None:
+    network = MemoryNetwork()
+    router = network.host("broker").router(CONTROL, closings=True)
+    host = network.host("a")
+    old, new = host.dealer(CONTROL, "a"), host.dealer(CONTROL, "a")
+    for dealer in (old, new):
+        dealer.send([b"x"])
+        await router.hear()
+    old.close()
+    assert await soon(router.hear()) is None
+    assert router.send(b"a", [b"answer"])
+    new.close()
+    assert await router.hear() == PeerClosed(b"a")
+
+
+@story
+async def test_only_routers_that_were_told_to_hear_of_closings() -> None:
+    network = MemoryNetwork()
+    router = network.host("broker").router(CONTROL)
+    dealer = network.host("a").dealer(CONTROL, "a")
+    dealer.send([b"x"])
+    await router.hear()
+    dealer.close()
+    assert await soon(router.hear()) is None
