@@ -18,6 +18,7 @@ from potluck.runtime.loop import run
 from potluck.runtime.settings import config_option
 from potluck.stage.capabilities import capabilities, default_threads
 from potluck.stage.engines import NAMES
+from potluck.stage.faults import make_fault
 from potluck.stage.joining import interface_address, serve
 from potluck.stage.machine_facts import Owner
 from potluck.stage.restart import restart
@@ -89,6 +90,9 @@ from potluck.wire.errors import EngineHangsError, SettingsError, UsageError
 )
 @click.option("--engine", default="llama", type=click.Choice(NAMES), hidden=True)
 @click.option("--fingerprint", "fingerprints", multiple=True, envvar="POTLUCK_FINGERPRINT", hidden=True)
+@click.option(
+    "--fault", hidden=True, help="A fault on purpose, for tests: hang-after:NUMBER, hang-when:FILE."
+)
 @click.option("--log-level", default="info", type=click.Choice(LEVELS))
 @click.option("--log-file", type=click.Path(), help="Log to this file instead of the terminal.")
 @click.option("--log-max-size-mb", default=100, type=click.IntRange(1), hidden=True)
@@ -116,6 +120,7 @@ def main(
     hang_timeout: float,
     engine: str,
     fingerprints: tuple[str, ...],
+    fault: str | None,
     log_level: str,
     log_file: str | None,
     log_max_size_mb: int,
@@ -153,6 +158,7 @@ def main(
         keep_trying=keep_trying,
         drain_timeout_s=drain_timeout,
         hang_s=hang_timeout,
+        before_batch=make_fault(fault),
     )
     wanted = Wanted(network_interface, peers, frozenset(offered), discovery_interval)
     try:

@@ -127,8 +127,10 @@ class Pipeline:
         data_endpoint: str,
         send_timeout_s: float,
         clock: Callable[[], float] = time.perf_counter,
+        before_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """`data_endpoint` is where others reach `pull`."""
+        """`data_endpoint` is where others reach `pull`. `before_batch` is called on the lane before each one."""
+        self._before_batch = before_batch
         self._transport = transport
         self._pull = pull
         self._lane = lane
@@ -206,7 +208,10 @@ class Pipeline:
             return generation != self._generation
 
         def work() -> Computed | PotluckError | None:
-            return None if skipped() else attempt(lambda: self._holder.compute(job))
+            if skipped():
+                return None
+            self._before_batch()
+            return attempt(lambda: self._holder.compute(job))
 
         def done(result: Computed | PotluckError | None, spent: Spent) -> None:
             self._on_lane -= 1

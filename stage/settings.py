@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class StageSettings:
     """How long a result waits for a next stage that takes nothing, before it is dropped."""
     close_timeout_s: float = 5.0
     """How long a computation may go on after the stage was stopped."""
+    before_batch: Callable[[], None] = lambda: None
+    """Called on the compute lane before each micro-batch: where a fault on purpose comes in (`stage.faults`)."""
 
 
 def offers(paths: tuple[Path, ...]) -> dict[str, Path | None]:

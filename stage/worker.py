@@ -201,6 +201,7 @@ class StageWorker:
             data_endpoint=self._machine.me.data_endpoint,
             send_timeout_s=settings.send_timeout_s,
             clock=self._clock,
+            before_batch=settings.before_batch,
         )
         try:
             self._guard(self._pipeline.start())
