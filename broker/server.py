@@ -32,6 +32,7 @@ from potluck.broker.events import (
     BrokerEvent,
     LinkProbed,
     LinkSilent,
+    RequestSubmitted,
     StageBeat,
     StageBroke,
     StageLeft,
@@ -43,8 +44,12 @@ from potluck.broker.events import (
     TimePassed,
 )
 from potluck.broker.gateway import Gateway, PromptCodec
+from potluck.broker.job_clients import JobClients
+from potluck.broker.job_desk import JobDesk
+from potluck.broker.journal import Journal
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.planning_view import plan_view
+from potluck.broker.requests import check_request
 from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
 from potluck.runtime.clockwork import Clockwork
@@ -61,8 +66,11 @@ from potluck.wire.messages import (
     Cancel,
     Envelope,
     ErrorInfo,
+    ForgetJob,
     Goodbye,
     Heartbeat,
+    JobQuery,
+    JobsQuery,
     Measured,
     MeasureFailed,
     Message,
@@ -77,6 +85,7 @@ from potluck.wire.messages import (
     StateQuery,
     StateView,
     Submit,
+    SubmitJob,
     decode,
     encode,
     int32_array,
@@ -87,7 +96,7 @@ log = logging.getLogger("potluck.broker")
 CONTROL: frozenset[type] = frozenset(
     {
         Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Measured, MeasureFailed, Probed,
-        Submit, Cancel, StateQuery, PlanQuery,
+        Submit, Cancel, StateQuery, PlanQuery, SubmitJob, JobQuery, JobsQuery, ForgetJob,
     }
 )  # fmt: skip
 HERE = "tcp://127.0.0.1:0"
@@ -132,12 +141,17 @@ class BrokerServer:
         control: str,
         results: str,
         random_seed: Callable[[], int],
+        journal: Journal | None = None,
+        jobs_keep_s: float = 7 * 86_400.0,
     ) -> None:
+        """Without a `journal` there are no jobs. The server closes it, once it has been started."""
         self.machine = machine
         self.gateway = Gateway(
             machine.model.name, codec, self.feed, random_seed, self.view, machine.config.context_tokens
         )
         self.clients = ZmqClients(self.gateway, self._reply)
+        self.jobs = JobDesk(self.gateway, journal, keep_s=jobs_keep_s, check=self._check, room=self._room)
+        self._job_clients = JobClients(self.jobs, self._reply)
         self.refused_frames = 0
         self._transport = transport
         self._loop = asyncio.get_running_loop()
@@ -168,6 +182,7 @@ class BrokerServer:
         """Begins to read the sockets."""
         self._spawn(self._read_control())
         self._spawn(self._read_results())
+        self.jobs.start()
 
     def view(self) -> StateView:
         """The cluster now."""
@@ -184,12 +199,15 @@ class BrokerServer:
 
     async def close(self) -> None:
         """Ends every request with an error and closes the sockets."""
+        self.jobs.stop()
         self.gateway.close(UnavailableError("The broker is shutting down.", retry_after_s=10))
+        await self.jobs.close()
         await asyncio.sleep(0)  # lets the HTTP streams send their last frame
         self._clockwork.close()
         for link in self._links.values():
             link.close()
         self._replies.close()
+        await self._job_clients.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,6 +223,13 @@ class BrokerServer:
     def _tick(self) -> None:
         self.feed(TimePassed(cause="timer"))
 
+    def _check(self, event: RequestSubmitted) -> None:
+        check_request(event, self.machine.config, self.machine.core.vocabulary.size)
+
+    def _room(self) -> tuple[int, int]:
+        slots = [owner for chain in self.machine.state.chains.values() if chain.open for owner in chain.slots]
+        return slots.count(None), len(slots)
+
     def _perform(self, effect: Effect) -> None:
         match effect:
             case SendBatch(chain, epoch, message, tokens):
@@ -212,8 +237,11 @@ class BrokerServer:
                 link = self._links.get(chain)
                 if link is not None:
                     link.send(frames)
-            case RequestText() | RequestFinished() | RequestFailed() | RequestAccepted():
+            case RequestText() | RequestAccepted():
                 self.gateway.deliver(effect)
+            case RequestFinished() | RequestFailed():
+                self.gateway.deliver(effect)
+                self.jobs.look_for_room()
             case SendToStage(stage, message, epoch):
                 self._control.send(stage.encode(), encode(message, epoch))
             case OpenChain(chain, epoch, endpoint):
@@ -226,6 +254,7 @@ class BrokerServer:
                     self._loop.call_soon(self.feed, broke)
                 else:
                     self._links[chain] = _Link(push)
+                    self.jobs.look_for_room()
             case CloseChain(chain):
                 link = self._links.pop(chain, None)
                 if link is not None:
@@ -253,6 +282,8 @@ class BrokerServer:
                 self.clients.submit(peer, message)
             case Cancel():
                 self.clients.cancel(peer, message)
+            case SubmitJob() | JobQuery() | JobsQuery() | ForgetJob():
+                self._job_clients.ask(peer, message)
             case StateQuery():
                 self._reply(peer, self.view())
             case PlanQuery():
