@@ -22,6 +22,7 @@ import click
 import uvicorn
 
 from potluck.broker.config import BrokerConfig
+from potluck.broker.journal import Journal, default_path
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.rest import make_app
 from potluck.broker.server import BrokerServer
@@ -143,6 +144,18 @@ ANY = ("0.0.0.0", "*", "::")
     type=click.FloatRange(0, 86_400),
     help="Seconds that requests get to come to their end when the broker is stopped.",
 )
+@click.option(
+    "--journal",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File in which accepted jobs survive.  [default: one per model in the user's state folder]",
+)
+@click.option("--no-journal", is_flag=True, help="Keep no journal and take no jobs.")
+@click.option(
+    "--jobs-keep-hours",
+    default=168.0,
+    type=click.FloatRange(0.0, 87_600.0),
+    help="How long jobs that have ended are kept.",
+)
 @click.option("--announce", is_flag=True, hidden=True, help="Print the real addresses as one JSON line.")
 @click.option("--log-level", default="info", type=click.Choice(LEVELS))
 @click.option("--log-file", type=click.Path(), help="Log to this file instead of the terminal.")
@@ -174,6 +187,9 @@ def main(
     heartbeat: float,
     misses: int,
     drain_timeout: float,
+    journal: Path | None,
+    no_journal: bool,
+    jobs_keep_hours: float,
     announce: bool,
     log_level: str,
     log_file: str | None,
@@ -217,7 +233,19 @@ def main(
         known_as=(name or platform.node() or "broker") if discovery else None,
         network_interface=network_interface,
     )
-    sys.exit(run(serve(facts, alias or model.stem, settings, planner, where)))
+    if no_journal and journal is not None:
+        raise SettingsError("--journal and --no-journal exclude each other.", hint="Give one of them.")
+    file = None if no_journal else journal or default_path(facts.fingerprint)
+    keeping = Keeping(file, jobs_keep_hours * 3600.0)
+    sys.exit(run(serve(facts, alias or model.stem, settings, planner, where, keeping)))
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where jobs are written, None for nowhere, and for how many seconds they are kept once they have ended."""
+
+    file: Path | None
+    keep_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +283,7 @@ def make_machine(
     prompts: ModelPrompts,
     planner: Planner,
     results_endpoint: Callable[[StageId], str],
+    first_epoch: Epoch,
 ) -> BrokerMachine:
     """The core for one model. Raises UnsupportedArchitectureError, SettingsError before anything is opened."""
     if not 0 < len(name) <= limits.NAME_CHARS:
@@ -274,12 +303,13 @@ def make_machine(
         planner,
         results_endpoint,
         version("potluck"),
-        # Plans are rarer than seconds, so epochs grow over restarts, too.
-        first_epoch=Epoch(int(time.time())),
+        first_epoch=first_epoch,
     )
 
 
-async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Planner, where: Where) -> int:
+async def serve(
+    facts: ModelFacts, name: str, config: BrokerConfig, planner: Planner, where: Where, keeping: Keeping
+) -> int:
     """Runs one broker until SIGINT or SIGTERM, and then until its requests are done. Returns the exit code."""
     with contextlib.ExitStack() as stack:
         transport = ZmqTransport()
@@ -295,7 +325,13 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
                 server.results_endpoint
             )  # asked when stages are assigned: the port is known then
 
-        machine = make_machine(facts, name, config, prompts, planner, results)
+        journal, epoch = None, int(time.time())
+        if keeping.file is not None:
+            journal = Journal.open(keeping.file, facts.fingerprint)
+            stack.callback(journal.close)
+            epoch = journal.first_epoch(epoch)
+        # Plans are rarer than seconds, so epochs grow over restarts, too; with a journal also if the clock is set back.
+        machine = make_machine(facts, name, config, prompts, planner, results, Epoch(epoch))
         server = BrokerServer(
             transport,
             machine,
@@ -303,6 +339,8 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
             control=endpoint(where.address, where.port),
             results=endpoint(where.address, where.results_port),
             random_seed=lambda: secrets.randbits(32),
+            journal=journal,
+            jobs_keep_s=keeping.keep_s,
         )
         server.start()
         log.info(
@@ -312,6 +350,8 @@ async def serve(facts: ModelFacts, name: str, config: BrokerConfig, planner: Pla
             facts.layers,
             facts.file_bytes / 1e9,
         )
+        if journal is not None:
+            log.info("Jobs: %s, %d of them without an end yet.", journal.path, journal.unfinished)
         log.info("Stages and clients: %s", server.control_endpoint.removeprefix("tcp://"))
         given = f"potluck-stage {_dial(server, where.address)} --model FILE"
         if where.is_known:
@@ -399,7 +439,7 @@ class _Web(uvicorn.Server):
 
 
 def _web(server: BrokerServer) -> _Web:
-    app = make_app(server.gateway, new_id=lambda: secrets.token_hex(12), clock=time.time)
+    app = make_app(server.gateway, new_id=lambda: secrets.token_hex(12), clock=time.time, jobs=server.jobs)
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
     )

@@ -136,29 +136,28 @@ class Gateway:
             said = f"The prompt has at least {least} tokens ({size} characters), the context {self.context_tokens}."
             raise context_exceeded(said, least, self.context_tokens)
 
-    def submit(self, submit: Submit, cause: str, sink: Sink | None = None) -> Ticket:
-        """Starts a request. Raises the RequestError or UnavailableError that refuses it."""
-        tokens = self.tokens_of(submit)
-        sampling = submit.sampling
+    def settled(self, submit: Submit) -> Submit:
+        """The same request with its prompt tokenized and its seed drawn: it asks for the same answer whenever it is
+        submitted. Raises RequestError.
+        """
+        tokens, sampling = self.tokens_of(submit), submit.sampling
         if not submit.seed_given:
             sampling = msgspec.structs.replace(sampling, seed=self._random_seed())
+        return msgspec.structs.replace(
+            submit, model="", prompt=None, messages=None, tokens=tokens, sampling=sampling, seed_given=True
+        )
+
+    def submit(self, submit: Submit, cause: str, sink: Sink | None = None) -> Ticket:
+        """Starts a request. Raises the RequestError or UnavailableError that refuses it."""
+        settled = self.settled(submit)
+        tokens = settled.tokens or ()
         request = RequestId(submit.request)
         if request in self._tickets:
             raise InvalidValueError(f"A request named {request} is already running.", param="request")
         queue: asyncio.Queue[RequestText | RequestFinished | RequestFailed] = asyncio.Queue()
         ticket = Ticket(request, len(tokens), queue, lambda name: self._leave(name, cause), queue.put_nowait)
         self._tickets[request] = ticket
-        self._feed(
-            RequestSubmitted(
-                cause=cause,
-                request=request,
-                tokens=tokens,
-                max_tokens=submit.max_tokens,
-                stops=submit.stop,
-                sampling=sampling,
-                ignore_eos=submit.ignore_eos,
-            )
-        )
+        self._feed(submitted(settled, cause))
         self._checked(ticket)
         if sink is not None:
             ticket._sink = sink
@@ -191,3 +190,16 @@ class Gateway:
         """Ends every ticket with an error."""
         for name in list(self._tickets):
             self.deliver(RequestFailed(name, error))
+
+
+def submitted(settled: Submit, cause: str) -> RequestSubmitted:
+    """What the core hears of a request."""
+    return RequestSubmitted(
+        cause=cause,
+        request=RequestId(settled.request),
+        tokens=settled.tokens or (),
+        max_tokens=settled.max_tokens,
+        stops=settled.stop,
+        sampling=settled.sampling,
+        ignore_eos=settled.ignore_eos,
+    )

@@ -28,9 +28,21 @@ def context_exceeded(said: str, prompt_tokens: int, context_tokens: int) -> Cont
 
 def check_submission(event: RequestSubmitted, state: BrokerState, config: BrokerConfig, vocab: int) -> None:
     """Raises the RequestError or UnavailableError that says why this can't be served, if it can't."""
-    prompt, context = len(event.tokens), config.context_tokens
     if event.request in state.requests:
         raise InvalidValueError(f"A request named {event.request} is already running.", param="request")
+    check_request(event, config, vocab)
+    if len(state.waiting) >= config.queue_limit:
+        raise QueueFullError(
+            f"{len(state.waiting)} requests already wait.",
+            hint="Try again shortly.",
+            retry_after_s=5,
+            phase=Phase.SUBMIT,
+        )
+
+
+def check_request(event: RequestSubmitted, config: BrokerConfig, vocab: int) -> None:
+    """Raises the RequestError that says why this can't be served at any time, if it can't."""
+    prompt, context = len(event.tokens), config.context_tokens
     if prompt == 0:
         raise InvalidValueError("The prompt is empty.", hint="Send at least one token.", param="prompt")
     if prompt >= context:
@@ -43,13 +55,6 @@ def check_submission(event: RequestSubmitted, state: BrokerState, config: Broker
     if any(not 0 <= token < vocab for token, _ in event.sampling.logit_bias):
         raise InvalidValueError(
             f"logit_bias names a token outside the vocabulary of {vocab}.", param="logit_bias"
-        )
-    if len(state.waiting) >= config.queue_limit:
-        raise QueueFullError(
-            f"{len(state.waiting)} requests already wait.",
-            hint="Try again shortly.",
-            retry_after_s=5,
-            phase=Phase.SUBMIT,
         )
 
 

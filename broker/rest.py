@@ -17,10 +17,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from potluck.broker import rest_jobs
 from potluck.broker.gateway import Gateway
+from potluck.broker.job_desk import JobDesk
 from potluck.broker.rest_body import read_body
 from potluck.broker.rest_chat import ChatAnswer, ChatBody, ChatCompletion, ChatCompletionChunk
 from potluck.broker.rest_errors import HANDLERS, ErrorBody, error_response, json_response
+from potluck.broker.rest_jobs import add_job_routes
 from potluck.broker.rest_llama import LlamaAnswer, LlamaAnswerBody, LlamaBody, LlamaPiece
 from potluck.broker.rest_openai import Header, OpenAIBody
 from potluck.broker.rest_stream import respond, start
@@ -31,12 +34,14 @@ from potluck.wire.messages import StateView
 _REF = "#/components/schemas/{name}"
 _DOCUMENTED = [
     ChatBody, ChatCompletion, ChatCompletionChunk, CompletionBody, Completion,
-    LlamaBody, LlamaAnswerBody, LlamaPiece, StateView, ErrorBody,
+    LlamaBody, LlamaAnswerBody, LlamaPiece, StateView, ErrorBody, *rest_jobs.DOCUMENTED,
 ]  # fmt: skip
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def make_app(gateway: Gateway, *, new_id: Callable[[], str], clock: Callable[[], float]) -> FastAPI:
+def make_app(
+    gateway: Gateway, *, new_id: Callable[[], str], clock: Callable[[], float], jobs: JobDesk | None = None
+) -> FastAPI:
     """The app. `new_id` gives names that are never used twice, `clock` the seconds since 1970."""
     app = _App(
         title="Potluck",
@@ -126,6 +131,8 @@ def make_app(gateway: Gateway, *, new_id: Callable[[], str], clock: Callable[[],
         """The cluster at this moment, as `potluck ps --json` prints it."""
         return json_response(_all_fields(gateway.view()))
 
+    if jobs is not None:
+        add_job_routes(app, jobs, new_id)
     return app
 
 

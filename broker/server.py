@@ -41,6 +41,7 @@ from potluck.broker.events import (
     LinkSilent,
     PlanComputed,
     PlanNotFound,
+    RequestSubmitted,
     StageBeat,
     StageBroke,
     StageLeaves,
@@ -55,9 +56,13 @@ from potluck.broker.events import (
     TimePassed,
 )
 from potluck.broker.gateway import Gateway, PromptCodec
+from potluck.broker.job_clients import JobClients
+from potluck.broker.job_desk import JobDesk
+from potluck.broker.journal import Journal
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.planning import choose
 from potluck.broker.planning_view import plan_view
+from potluck.broker.requests import check_request
 from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
 from potluck.runtime.clockwork import Clockwork
@@ -83,8 +88,11 @@ from potluck.wire.messages import (
     Drain,
     Envelope,
     ErrorInfo,
+    ForgetJob,
     Goodbye,
     Heartbeat,
+    JobQuery,
+    JobsQuery,
     Leave,
     Measured,
     MeasureFailed,
@@ -102,6 +110,7 @@ from potluck.wire.messages import (
     StateQuery,
     StateView,
     Submit,
+    SubmitJob,
     decode,
     encode,
     int32_array,
@@ -113,6 +122,7 @@ CONTROL: frozenset[type] = frozenset(
     {
         Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Measured, MeasureFailed, Probed,
         Leave, Prepared, PrepareFailed, Submit, Cancel, StateQuery, PlanQuery, Drain,
+        SubmitJob, JobQuery, JobsQuery, ForgetJob,
     }
 )  # fmt: skip
 HERE = "tcp://127.0.0.1:0"
@@ -163,13 +173,19 @@ class BrokerServer:
         results: str,
         random_seed: Callable[[], int],
         beside: Beside = in_thread,
+        journal: Journal | None = None,
+        jobs_keep_s: float = 7 * 86_400.0,
     ) -> None:
-        """`beside` is where the planner runs: beside the event loop."""
+        """`beside` is where the planner runs: beside the event loop. Without a `journal` there are no jobs; the server
+        closes it, once it has been started.
+        """
         self.machine = machine
         self.gateway = Gateway(
             machine.model.name, codec, self.feed, random_seed, self.view, machine.config.context_tokens
         )
         self.clients = ZmqClients(self.gateway, self._reply)
+        self.jobs = JobDesk(self.gateway, journal, keep_s=jobs_keep_s, check=self._check, room=self._room)
+        self._job_clients = JobClients(self.jobs, self._reply)
         self.refused_frames = 0
         self._transport = transport
         self._loop = asyncio.get_running_loop()
@@ -203,6 +219,7 @@ class BrokerServer:
         """Begins to read the sockets."""
         self._spawn(self._read_control())
         self._spawn(self._read_results())
+        self.jobs.start()
 
     def view(self) -> StateView:
         """The cluster now."""
@@ -227,12 +244,15 @@ class BrokerServer:
 
     async def close(self) -> None:
         """Closes the sockets, once what was said last is on its way; requests that still run end with an error."""
+        self.jobs.stop()
         self.gateway.close(ClosingError(hint="Send the request again once a broker is there."))
+        await self.jobs.close()
         await asyncio.sleep(0)  # lets the HTTP streams send their last frame
         self._clockwork.close()
         for link in self._links.values():
             link.close()
         self._replies.close()
+        await self._job_clients.close()
         for task in (*self._tasks, *self._planning):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -248,6 +268,13 @@ class BrokerServer:
     def _tick(self) -> None:
         self.feed(TimePassed(cause="timer"))
 
+    def _check(self, event: RequestSubmitted) -> None:
+        check_request(event, self.machine.config, self.machine.core.vocabulary.size)
+
+    def _room(self) -> tuple[int, int]:
+        slots = [owner for chain in self.machine.state.chains.values() if chain.open for owner in chain.slots]
+        return slots.count(None), len(slots)
+
     def _perform(self, effect: Effect) -> None:
         match effect:
             case SendBatch(chain, epoch, message, tokens):
@@ -255,8 +282,11 @@ class BrokerServer:
                 link = self._links.get(chain)
                 if link is not None:
                     link.send(frames)
-            case RequestText() | RequestFinished() | RequestFailed() | RequestAccepted():
+            case RequestText() | RequestAccepted():
                 self.gateway.deliver(effect)
+            case RequestFinished() | RequestFailed():
+                self.gateway.deliver(effect)
+                self.jobs.look_for_room()
             case SendToStage(stage, message, epoch):
                 self._control.send(stage.encode(), encode(message, epoch))
             case ComputePlan():
@@ -273,6 +303,7 @@ class BrokerServer:
                     self._loop.call_soon(self.feed, broke)
                 else:
                     self._links[chain] = _Link(push)
+                    self.jobs.look_for_room()
             case CloseChain(chain):
                 link = self._links.pop(chain, None)
                 if link is not None:
@@ -330,6 +361,8 @@ class BrokerServer:
                 self.clients.submit(peer, message)
             case Cancel():
                 self.clients.cancel(peer, message)
+            case SubmitJob() | JobQuery() | JobsQuery() | ForgetJob():
+                self._job_clients.ask(peer, message)
             case StateQuery():
                 self._reply(peer, self.view())
             case Drain(device, back):

@@ -12,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
 from potluck.runtime.address import control_endpoint
+from potluck.runtime.questions import Questions
 from potluck.runtime.transport import Transport
 from potluck.runtime.zmq_transport import ZmqTransport
 from potluck.wire.errors import (
@@ -44,6 +46,11 @@ from potluck.wire.messages import (
     Draining,
     ErrorInfo,
     Finished,
+    ForgetJob,
+    JobQuery,
+    JobsQuery,
+    JobsView,
+    JobView,
     PlanQuery,
     PlanView,
     Refused,
@@ -51,6 +58,7 @@ from potluck.wire.messages import (
     StateQuery,
     StateView,
     Submit,
+    SubmitJob,
     decode,
     encode,
 )
@@ -59,10 +67,11 @@ from potluck.wire.sampling import Sampling
 T = TypeVar("T")
 ASK_S = 5.0
 """After this long without news of a request the broker is asked whether it is still there."""
+_Question: TypeAlias = SubmitJob | JobQuery | JobsQuery | ForgetJob
 _Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
 
 ACCEPT: frozenset[type] = frozenset(
-    {Accepted, Delta, Finished, Rejected, StateView, PlanView, Draining, Refused}
+    {Accepted, Delta, Finished, Rejected, StateView, PlanView, JobView, JobsView, Draining, Refused}
 )
 
 
@@ -95,6 +104,7 @@ class Client:
         self._views: list[asyncio.Future[StateView]] = []
         self._plans: list[asyncio.Future[PlanView]] = []
         self._drainings: list[asyncio.Future[Draining]] = []
+        self._questions = Questions(self._dealer.send, self._silence)
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._broker_born_s = float("-inf")
@@ -160,22 +170,11 @@ class Client:
         ignore_eos: bool = False,
     ) -> AsyncGenerator[Accepted | Delta | Finished]:
         """First Accepted, then a Delta per token, then Finished. Raises the PotluckError that ended the request."""
-        chosen = sampling or Sampling()
-        if seed is not None:
-            chosen = msgspec.structs.replace(chosen, seed=seed)
         name = secrets.token_hex(8)
-        submit = Submit(
-            request=name,
-            prompt=prompt,
-            tokens=None if tokens is None else tuple(tokens),
-            messages=None if messages is None else tuple(_message(m) for m in messages),
-            model=model,
-            max_tokens=max_tokens,
-            stop=tuple(stop),
-            sampling=chosen,
-            seed_given=seed is not None or (sampling is not None and sampling.seed != 0),
-            ignore_eos=ignore_eos,
-        )
+        submit = submit_of(
+            name, prompt, messages=messages, tokens=tokens, model=model, max_tokens=max_tokens, stop=stop,
+            sampling=sampling, seed=seed, ignore_eos=ignore_eos,
+        )  # fmt: skip
         frames = _frames(submit)
         async with aclosing(self._run(name, frames)) as events:
             async for event in events:
@@ -193,6 +192,57 @@ class Client:
                 elif isinstance(event, Finished):
                     return Answer("".join(text), tuple(tokens), event)
         raise PotluckError("The stream ended without its last message.")
+
+    async def submit_job(
+        self,
+        prompt: str | None = None,
+        *,
+        key: str | None = None,
+        timeout_s: float = 20.0,
+        **settings: object,
+    ) -> JobView:
+        """Hands a job in; it survives a restart of the broker once this returns. Settings as for `stream`.
+
+        The same `key` again gives the same job, so this may be repeated after any error. Raises NoBrokerError,
+        JobConflictError and whatever else refuses it.
+        """
+        submit = submit_of("job", prompt, **settings)  # type: ignore[arg-type]
+        named = key or secrets.token_hex(12)
+        return await self._ask_job(lambda name: SubmitJob(name, named, submit), timeout_s)
+
+    async def job(self, key: str, wait_s: float = 0.0) -> JobView:
+        """A job, at once or as soon as it has ended, at the latest after `wait_s`, which may be infinite.
+
+        A broker that is away for less than the client's `timeout_s` is waited for. Raises UnknownJobError,
+        NoBrokerError.
+        """
+        end_s = self._loop.time() + wait_s
+        while True:
+            left_s = min(ASK_S, max(0.0, end_s - self._loop.time()))
+            view = await self._ask_job(partial(_job_query, key=key, wait_s=left_s), left_s + self.timeout_s)
+            if view.ended_s is not None or view.state == "cancelled" or self._loop.time() >= end_s:
+                return view
+
+    async def jobs(self, most: int = 100) -> tuple[JobView, ...]:
+        """The newest jobs, without their texts. Raises NoBrokerError."""
+        found = await self._ask_jobs(lambda name: JobsQuery(name, most), self.timeout_s)
+        assert isinstance(found, JobsView)
+        return found.jobs
+
+    async def forget_job(self, key: str) -> JobView:
+        """Cancels a job if it has not ended, and forgets it. Raises UnknownJobError, NoBrokerError."""
+        return await self._ask_job(lambda name: ForgetJob(name, key), self.timeout_s)
+
+    async def _ask_job(self, question: Callable[[str], _Question], timeout_s: float) -> JobView:
+        found = await self._ask_jobs(question, timeout_s)
+        assert isinstance(found, JobView)
+        return msgspec.structs.replace(found, question="")
+
+    async def _ask_jobs(self, question: Callable[[str], _Question], timeout_s: float) -> JobView | JobsView:
+        again_s = 2 * ASK_S  # more than a broker that is there waits for a job's end
+        return await self._questions.ask(
+            lambda name: _frames(question(name)), again_s=again_s, timeout_s=timeout_s
+        )
 
     async def _run(self, name: str, frames: Sequence[Buffer]) -> AsyncGenerator[Accepted | Delta | Finished]:
         queue: asyncio.Queue[_Heard] = asyncio.Queue()
@@ -265,6 +315,11 @@ class Client:
                     for question in asked:
                         if not question.done():
                             question.set_exception(message.error.restore())
+                    self._questions.refused(message)
+                case JobView() | JobsView():
+                    self._questions.heard(message)
+                case Rejected() if self._questions.heard(message):
+                    pass
                 case Accepted() | Delta() | Finished() | Rejected():
                     waiting = self._streams.get(message.request)
                     if waiting is not None:
@@ -279,6 +334,37 @@ class Client:
         )
 
 
+def submit_of(
+    name: str,
+    prompt: str | None = None,
+    *,
+    messages: Sequence[ChatMessage | dict[str, str]] | None = None,
+    tokens: Sequence[int] | None = None,
+    model: str = "",
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+    ignore_eos: bool = False,
+) -> Submit:
+    """The request that these settings mean. Raises InvalidValueError."""
+    chosen = sampling or Sampling()
+    if seed is not None:
+        chosen = msgspec.structs.replace(chosen, seed=seed)
+    return Submit(
+        request=name,
+        prompt=prompt,
+        tokens=None if tokens is None else tuple(tokens),
+        messages=None if messages is None else tuple(_message(m) for m in messages),
+        model=model,
+        max_tokens=max_tokens,
+        stop=tuple(stop),
+        sampling=chosen,
+        seed_given=seed is not None or (sampling is not None and sampling.seed != 0),
+        ignore_eos=ignore_eos,
+    )
+
+
 def _message(message: ChatMessage | dict[str, str]) -> ChatMessage:
     if isinstance(message, ChatMessage):
         return message
@@ -288,19 +374,23 @@ def _message(message: ChatMessage | dict[str, str]) -> ChatMessage:
         raise InvalidValueError("A message needs a role and a content.", param="messages") from None
 
 
-def _frames(submit: Submit) -> list[Buffer]:
+def _job_query(name: str, key: str, wait_s: float) -> JobQuery:
+    return JobQuery(name, key, wait_s)
+
+
+def _frames(submit: Submit | _Question) -> list[Buffer]:
     """The request's frames, checked as the broker would: it can't say which request of a connection a bad frame was.
 
     Raises InvalidValueError, FrameTooLargeError.
     """
     try:
         frames = encode(submit)
-        decode(frames, frozenset({Submit}))
+        decode(frames, frozenset({type(submit)}))
     except FrameTooLargeError as error:
         error.hint = "Shorten the prompt."
         raise
     except MalformedError as error:
-        raise InvalidValueError(error.what.removeprefix("Submit: ")) from error
+        raise InvalidValueError(error.what.removeprefix(f"{type(submit).__name__}: ")) from error
     except (
         TypeError,
         ValueError,
@@ -340,6 +430,29 @@ class SyncClient:
     def state(self, timeout_s: float = 5.0) -> StateView:
         """The cluster now. Raises NoBrokerError."""
         return self._call(self._client.state(timeout_s))
+
+    def submit_job(
+        self,
+        prompt: str | None = None,
+        *,
+        key: str | None = None,
+        timeout_s: float = 20.0,
+        **settings: object,
+    ) -> JobView:
+        """Hands a job in, as `Client.submit_job`."""
+        return self._call(self._client.submit_job(prompt, key=key, timeout_s=timeout_s, **settings))
+
+    def job(self, key: str, wait_s: float = 0.0) -> JobView:
+        """A job, as `Client.job`."""
+        return self._call(self._client.job(key, wait_s))
+
+    def jobs(self, most: int = 100) -> tuple[JobView, ...]:
+        """The newest jobs, without their texts. Raises NoBrokerError."""
+        return self._call(self._client.jobs(most))
+
+    def forget_job(self, key: str) -> JobView:
+        """Cancels and forgets a job, as `Client.forget_job`."""
+        return self._call(self._client.forget_job(key))
 
     def complete(self, prompt: str | None = None, **settings: object) -> Answer:
         """The whole answer to one prompt; settings as for `Client.stream`."""

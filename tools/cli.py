@@ -446,6 +446,77 @@ def bench_recovery(
     sys.exit(0 if report.tally.whole else 1)
 
 
+@main.group("jobs", invoke_without_command=True)
+@broker_option
+@click.option("--limit", default=20, type=click.IntRange(1, limits.JOBS), help="How many, the newest first.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array.")
+@click.pass_context
+def jobs_group(context: click.Context, broker: str | None, limit: int, as_json: bool) -> None:
+    """Hand in prompts whose answers are kept, and fetch them later. Alone: list the newest jobs."""
+    context.obj = broker
+    if context.invoked_subcommand is None:
+        from potluck.tools.jobs import list_jobs
+
+        run(list_jobs(make_console(), broker, limit, as_json))
+
+
+@jobs_group.command("submit")
+@broker_option
+@click.argument("prompt", required=False)
+@click.option("--key", help="A name of your own: the same key again is the same job.  [default: drawn]")
+@click.option("--max-tokens", "-n", default=128, type=click.IntRange(1), help="Tokens of the answer at most.")
+@click.option("--raw", is_flag=True, help="Send the prompt as it is, without the chat template.")
+@click.option("--system", help="A system message before the prompt.")
+@click.option("--temperature", default=0.8, type=click.FloatRange(0.0, 100.0))
+@click.option("--seed", type=click.IntRange(0, (1 << 32) - 1))
+@click.option("--wait", is_flag=True, help="Wait for the answer and print it.")
+@click.option("--json", "as_json", is_flag=True, help="The job as one JSON object.")
+@click.pass_obj
+def submit_job(
+    above: str | None,
+    broker: str | None,
+    prompt: str | None,
+    key: str | None,
+    max_tokens: int,
+    raw: bool,
+    system: str | None,
+    temperature: float,
+    seed: int | None,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Hand in PROMPT; '-' or nothing reads it from standard input. Prints the job's key."""
+    from potluck.tools.jobs import NewPrompt, submit_job
+
+    wanted = NewPrompt(_prompt(prompt), key, max_tokens, raw, system, Sampling(temperature=temperature), seed)
+    run(submit_job(make_console(), broker or above, wanted, wait=wait, as_json=as_json))
+
+
+@jobs_group.command("show")
+@broker_option
+@click.argument("key")
+@click.option("--wait", is_flag=True, help="Wait until the job has ended.")
+@click.option("--json", "as_json", is_flag=True, help="The job as one JSON object.")
+@click.pass_obj
+def show_job(above: str | None, broker: str | None, key: str, wait: bool, as_json: bool) -> None:
+    """Print a job's answer, or how far it is."""
+    from potluck.tools.jobs import show_job
+
+    run(show_job(make_console(), broker or above, key, wait=wait, as_json=as_json))
+
+
+@jobs_group.command("forget")
+@broker_option
+@click.argument("key")
+@click.option("--json", "as_json", is_flag=True, help="What the job was, as one JSON object.")
+@click.pass_obj
+def forget_job(above: str | None, broker: str | None, key: str, as_json: bool) -> None:
+    """Cancel a job if it has not ended, and forget its answer."""
+    from potluck.tools.jobs import forget_job
+
+    run(forget_job(make_console(), broker or above, key, as_json=as_json))
+
+
 def _prompt(given: str | None) -> str:
     if given not in (None, "-"):
         return str(given)

@@ -54,6 +54,9 @@ class LocalCluster:
     http: str = ""
     broker: Child | None = None
     stages: list[Child] = field(default_factory=list)
+    _again: list[str] = field(default_factory=list)
+    """Options that start the broker once more on the same ports."""
+    _brokers: int = 0
 
     async def start_stage(self, name: str, *more: str, cpu: int | None = None, threads: int = 1) -> Child:
         """One more stage."""
@@ -71,10 +74,16 @@ class LocalCluster:
         self.stages.remove(child)
         return await self.start_stage(child.name, *more)
 
+    async def restart_broker(self) -> None:
+        """A broker as the last one was, in its place, after that has ended."""
+        await self.start_broker(*self._again)
+
     async def start_broker(self, *options: str) -> None:
         """The broker, on free ports of the loopback."""
+        self._brokers += 1
+        name = "broker" if self._brokers == 1 else f"broker-{self._brokers}"
         self.broker = await self._spawn(
-            "broker", "potluck.broker.cli", "--model", str(self.model), "--listen-address", "127.0.0.1",
+            name, "potluck.broker.cli", "--model", str(self.model), "--listen-address", "127.0.0.1",
             "--announce", *_defaults(options), *options, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert self.broker.process.stdout is not None
@@ -85,6 +94,12 @@ class LocalCluster:
             raise StageError(f"The broker did not start: {self.broker.last_lines()}") from None
         self.address = where["control"].removeprefix("tcp://")
         self.http = f"http://127.0.0.1:{where['http_port']}" if where["http_port"] else ""
+        ports = {
+            "--port": where["control"].rpartition(":")[2],
+            "--results-port": where["results"].rpartition(":")[2],
+            "--http": f"127.0.0.1:{where['http_port']}" if where["http_port"] else "off",
+        }
+        self._again = [*options, *(part for flag, port in ports.items() for part in (flag, port))]
 
     async def wait_ready(self, client: Client, timeout_s: float = 120.0) -> AsyncIterator[StateView]:
         """The cluster's state again and again until all chains serve. Raises the error that keeps them from that."""
@@ -122,15 +137,18 @@ class LocalCluster:
         with log.open("ab") as sink:  # a process that is started anew goes on with the log of the one before
             process = await asyncio.create_subprocess_exec(
                 # -P: from the repository's root, its folders would hide packages of the same name.
-                sys.executable, "-P", "-m", module, *arguments, stdout=stdout, stderr=sink, env=_environment(),
+                sys.executable, "-P", "-m", module, *arguments, stdout=stdout, stderr=sink, env=self._environment(),
             )  # fmt: skip
         return Child(name, process, log)
 
+    def _environment(self) -> dict[str, str]:
+        """This process's environment without settings meant for one particular broker or stage.
 
-def _environment() -> dict[str, str]:
-    """This process's environment without settings meant for one particular broker or stage."""
-    kept = {"POTLUCK_CACHE_DIR"}
-    return {key: value for key, value in os.environ.items() if not key.startswith("POTLUCK_") or key in kept}
+        The state folder is the cluster's own: no journal is shared with another broker, or outlives this one.
+        """
+        kept = {"POTLUCK_CACHE_DIR"}
+        mine = {k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_") or k in kept}
+        return {**mine, "POTLUCK_STATE_DIR": str(self.folder / "state")}
 
 
 def _defaults(options: Sequence[str]) -> list[str]:

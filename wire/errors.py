@@ -109,6 +109,27 @@ class UnknownModelError(RequestError):
     http_status = 404
 
 
+class UnknownJobError(RequestError):
+    """There is no job of that key."""
+
+    code = "job_not_found"
+    http_status = 404
+
+
+class JobConflictError(RequestError):
+    """The key names another job already."""
+
+    code = "job_conflict"
+    http_status = 409
+
+
+class JobsOffError(RequestError):
+    """This broker keeps no journal, so it takes no jobs."""
+
+    code = "jobs_off"
+    http_status = 501
+
+
 class UnavailableError(PotluckError):
     """No whole chain is ready to serve."""
 
@@ -137,6 +158,19 @@ class QueueFullError(UnavailableError):
     kind = "rate_limit_error"
     http_status = 429
     exit_code = 1
+
+
+class JournalError(UnavailableError):
+    """The journal of jobs can't be used."""
+
+    code = "journal_failed"
+    exit_code = 1
+
+
+class JournalBusyError(JournalError):
+    """Another broker uses this journal."""
+
+    code = "journal_in_use"
 
 
 class CancelledError(PotluckError):

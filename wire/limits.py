@@ -38,6 +38,8 @@ SLICES = 64
 """Slices that one stage is asked to hold besides what it serves."""
 JOBS = 1_000
 """Jobs in one answer."""
+JOB_WAIT_S = 60
+"""How long a question about a job may wait for its end."""
 
 NAME_CHARS = 128
 TEXT_CHARS = 16_384

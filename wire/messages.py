@@ -369,28 +369,35 @@ class Cancel(Body, frozen=True):
 class SubmitJob(Body, frozen=True):
     """One prompt whose answer is kept until it is fetched, also over a restart of the broker. Answered with JobView.
 
-    The request's name is not looked at: `key` names the job, and a key that is known gives the job it named.
+    The request's name is not looked at: `key` names the job, and a key that is known gives the job it named. Like the
+    three below it is answered with Rejected, for `question`, if it can't be done.
     """
 
+    question: Name
+    """The client's own name for what it asks; the answer carries it."""
     key: Name
     request: Submit
 
 
 class JobQuery(Body, frozen=True):
-    """Asks for one job. Answered with JobView, or Refused."""
+    """Asks for one job. Answered with JobView, as soon as the job has ended, at the latest after `wait_s`."""
 
+    question: Name
     key: Name
+    wait_s: Annotated[float, Meta(ge=0.0, le=limits.JOB_WAIT_S)] = 0.0
 
 
 class JobsQuery(Body, frozen=True):
     """Asks for the newest jobs. Answered with JobsView."""
 
+    question: Name
     most: Annotated[int, Meta(ge=1, le=limits.JOBS)] = 100
 
 
 class ForgetJob(Body, frozen=True):
-    """Cancels a job that runs, and forgets its answer. Answered with JobView, or Refused."""
+    """Cancels a job that waits or runs, and forgets its answer. Answered with JobView."""
 
+    question: Name
     key: Name
 
 
@@ -464,7 +471,7 @@ class Finished(Body, frozen=True):
 
 
 class Rejected(Body, frozen=True):
-    """The request ended badly, or never began."""
+    """The request ended badly, or never began; or why a question about jobs can't be answered."""
 
     request: Name
     error: ErrorInfo
@@ -485,11 +492,14 @@ class JobView(Body, frozen=True):
     usage: Usage = Usage()
     timings: Timings = Timings()
     error: ErrorInfo | None = None
+    question: Text = ""
+    """What it answers."""
 
 
 class JobsView(Body, frozen=True):
     """The newest jobs, without their answers."""
 
+    question: Name
     jobs: Annotated[tuple[JobView, ...], Meta(max_length=limits.JOBS)] = ()
 
 

@@ -199,7 +199,8 @@ def command_line(name: str, *arguments: str | Path) -> list[str]:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's, without settings that would change what a command does."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_") or k == "POTLUCK_CACHE_DIR"}
+    ours = {"POTLUCK_CACHE_DIR", "POTLUCK_STATE_DIR"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("POTLUCK_") or k in ours}
     return {**kept, "COLUMNS": "200", "NO_COLOR": "1", **more}
 
 
