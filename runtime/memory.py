@@ -185,7 +185,7 @@ class MemoryTransport(Transport):
         pull.endpoint = self._bind(endpoint, pull)
         return pull
 
-    def dealer(self, endpoint: str, identity: str) -> Dealer:
+    def dealer(self, endpoint: str, identity: str, *, watched: bool = False) -> Dealer:
         return _MemoryDealer(self, endpoint, identity.encode())
 
     def push(self, endpoint: str) -> Push:

@@ -91,8 +91,8 @@ class Transport(Protocol):
     def router(self, endpoint: str, *, closings: bool = False) -> Router:
         """Binds. With `closings`, `hear` tells of closed connections, too. Raises PortInUseError."""
 
-    def dealer(self, endpoint: str, identity: str) -> Dealer:
-        """Connects under an identity of 1 to 255 bytes."""
+    def dealer(self, endpoint: str, identity: str, *, watched: bool = False) -> Dealer:
+        """Connects under an identity of 1 to 255 bytes. What `connection` tells of has to be `watched`."""
 
     def pull(self, endpoint: str) -> Pull:
         """Binds. Raises PortInUseError."""

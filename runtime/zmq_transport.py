@@ -1,4 +1,4 @@
-"""The sockets over TCP, by ZeroMQ. All of Potluck's ZeroMQ is in this file.
+"""The sockets over TCP, by ZeroMQ. All of Potluck's ZeroMQ is in this file and `zmq_monitor`.
 
 A socket's file descriptor is edge-triggered: after every read and write its events are looked at again, or a message
 would lie unseen. Frames arrive and leave as ZeroMQ's own buffers from `COPY_BELOW` bytes on; smaller ones are copied,
@@ -6,16 +6,15 @@ which is cheaper than tracking them. LINGER is 0, but for a broker's last words:
 dropped at close.
 
 A router that tells of closings reads two more things: the descriptor that each message came from, and its monitor's
-news of descriptors that were accepted and closed. `connections` puts them together.
+news of descriptors. `connections` puts them together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import cast
 
@@ -24,6 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from potluck.runtime.connections import Connections
 from potluck.runtime.transport import Dealer, Heard, PeerClosed, Pull, Push, Router, Transport
+from potluck.runtime.zmq_monitor import Monitor
 from potluck.wire import limits
 from potluck.wire.errors import PortInUseError, SettingsError
 from potluck.wire.frames import Buffer
@@ -33,15 +33,10 @@ log = logging.getLogger("potluck.transport")
 COPY_BELOW = 1 << 15
 # As plain numbers: these run for every message, and arithmetic on enumerations is slow.
 _IN, _OUT, _NOBLOCK, _EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.NOBLOCK), int(zmq.EVENTS)
-_ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _SRCFD = int(zmq.SRCFD)
-_NEWS = struct.Struct("=hi")
-"""How a monitor's message begins: the event, and its value, which for these two events is a descriptor."""
 DATA_QUEUE = 4
 """Micro-batches that one data connection queues on each side."""
 CONTROL_QUEUE = 10_000
-NEWS_QUEUE = 10_000
-"""News of connections that wait to be read. When they are more, ZeroMQ stops for it, and accepts nobody meanwhile."""
 HALF_OPEN_S = 30
 """A connection whose other machine acknowledges nothing for this many seconds is closed, see `_end_half_open`."""
 PROBES = 3
@@ -218,59 +213,18 @@ def _buffers(frames: Sequence[zmq.Frame]) -> list[Buffer]:
     return [frame.buffer for frame in frames]
 
 
-class _Monitor:
-    """News of the connections of one router, for its `Connections`. Made before the router binds, closed before it."""
-
-    def __init__(self, router: zmq.Socket[bytes], number: int, news: Callable[[], None]) -> None:
-        """`news` is called when some may have come. Raises ZMQError where ZeroMQ was built without monitors."""
-        self.connections = Connections()
-        self._router = router
-        self._loop = asyncio.get_running_loop()
-        where = f"inproc://connections-{number}"
-        router.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._pair = router.context.socket(zmq.PAIR)
-        self._pair.setsockopt(zmq.LINGER, 0)
-        self._pair.setsockopt(zmq.RCVHWM, NEWS_QUEUE)
-        self._pair.connect(where)
-        self._fd = cast(int, self._pair.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, news)
-
-    def read(self) -> bool:
-        """Tells `connections` what has come; False if that is nothing."""
-        news = False
-        while True:
-            try:
-                head = self._pair.recv_multipart(_NOBLOCK)[0]
-            except zmq.Again:
-                return news
-            event, descriptor = _NEWS.unpack_from(head)
-            if event == _ACCEPTED:
-                self.connections.opened(descriptor)
-            elif event == _DISCONNECTED:
-                self.connections.closed(descriptor)
-            news = True
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._fd)
-        # In this order: ZeroMQ's thread holds a lock while it waits for room in this queue, and to stop the monitor
-        # takes the lock. Once it has stopped nobody writes, and the reading end can go.
-        self.read()
-        self._router.disable_monitor()
-        self._pair.close(0)
-
-
 class _ZmqRouter(_Socket):
     BURST = 64
 
     def __init__(self, owner: ZmqTransport, kind: int, queue: int, frame_bytes: int) -> None:
         super().__init__(owner, kind, queue, frame_bytes)
-        self._monitor: _Monitor | None = None
+        self._monitor: Monitor | None = None
         self._gone: deque[bytes] = deque()
 
     def watch(self, number: int) -> None:
         """From now on `hear` tells of closings. To be called before binding, with another number for each router."""
         try:
-            self._monitor = _Monitor(self.socket, number, self._news)
+            self._monitor = Monitor(self.socket, number, self._news)
         except zmq.ZMQError as error:
             self._go_without(error)
 
@@ -341,8 +295,12 @@ class _ZmqDealer(_Socket):
 
     async def connection(self) -> bool:
         if self._monitor is None:
-            self._monitor = _OwnConnection(self._owner, self.socket)
+            raise RuntimeError("this dealer is not watched")
         return await self._monitor.recv()
+
+    def watch(self) -> None:
+        """To be called before connecting, or the first news is missed."""
+        self._monitor = _OwnConnection(self._owner, self.socket)
 
     def close(self, last_words_s: float = 0.0) -> None:
         if self._monitor is not None:
@@ -407,9 +365,11 @@ class ZmqTransport(Transport):
         router._bind(endpoint)
         return router
 
-    def dealer(self, endpoint: str, identity: str) -> Dealer:
+    def dealer(self, endpoint: str, identity: str, *, watched: bool = False) -> Dealer:
         dealer = _ZmqDealer(self, zmq.DEALER, CONTROL_QUEUE, limits.CONTROL_BODY_BYTES)
         dealer.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        if watched:
+            dealer.watch()
         dealer._connect(endpoint)
         return dealer
 

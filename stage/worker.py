@@ -178,7 +178,7 @@ class StageWorker:
         settings = self.settings
         pull = self._transport.pull(endpoint(settings.listen_address, settings.data_port or "*"))
         try:
-            self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id)
+            self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id, watched=True)
         except PotluckError:
             pull.close()
             raise
@@ -287,7 +287,7 @@ class StageWorker:
                     self._loop.call_soon(self.feed, event)
             case Reconnect():
                 self._hang_up()
-                self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id)
+                self._dealer = self._transport.dealer(self._broker_endpoint, self.stage_id, watched=True)
                 self._listen()
             case StartMeasure(number, message):
                 self._measure(number, message)
