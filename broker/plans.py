@@ -56,7 +56,7 @@ def make_plan(core: Core, cause: str) -> Iterator[Effect]:
     core.plan_error = None
     wanted = {place.stage for chain in plan.chains for place in chain.stages}
     if whole:
-        verdict = moves.worth_it(core, plan, network)
+        verdict = moves.worth_it(core, plan)
         if verdict.text:
             yield Report("info", verdict.text)
         if verdict.again_s is not None:
@@ -99,7 +99,7 @@ def best_plan(core: Core, usable: list[Stage], network: Network) -> Plan:
         try:
             return core.planner(core.shape, measuring.candidates(core, trusted), network)
         except PlanError:
-            pass
+            pass  # it takes the others, too
     return core.planner(core.shape, measuring.candidates(core, usable), network)
 
 
