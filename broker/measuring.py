@@ -8,7 +8,7 @@ stages that do nothing else, so that no two probes share a device. What the figu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from potluck.broker import hop_costs
 from potluck.broker.core import Core
@@ -16,9 +16,11 @@ from potluck.broker.effects import Effect, Report, SendToStage
 from potluck.broker.events import LinkProbed, LinkSilent, StageMeasured, StageNotMeasured
 from potluck.broker.state import BROKER, Chain, Probing, Stage, StageStatus
 from potluck.planner.cost import send_bytes
-from potluck.planner.plan import Candidate, Link, Network
+from potluck.planner.measured import forecast
+from potluck.planner.plan import Candidate, ChainPlan, Demand, Link, Network, Plan
 from potluck.wire import limits
 from potluck.wire.errors import Phase, PotluckError, StageError
+from potluck.wire.forecast import Forecast
 from potluck.wire.ids import StageId
 from potluck.wire.measures import LinkTiming
 from potluck.wire.messages import Measure, Probe
@@ -221,7 +223,7 @@ def time_passed(core: Core, cause: str) -> Iterator[Effect]:
     _watch(core)
 
 
-# ---- what a planner is given
+# ---- what a planner is given, and says with it
 
 
 def candidates(core: Core, stages: list[Stage]) -> list[Candidate]:
@@ -252,3 +254,9 @@ def network(core: Core) -> Network:
         else:
             links[sender, receiver] = link
     return Network(links, from_broker, to_broker)
+
+
+def predicted(core: Core, chains: Sequence[ChainPlan], demand: Demand) -> Forecast | None:
+    """What the chains would do with today's measurements; None unless all their stages are measured."""
+    known = candidates(core, list(core.state.stages.values()))
+    return forecast(core.shape, known, network(core), demand, Plan(tuple(chains)))

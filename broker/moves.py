@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from potluck.broker import measuring
 from potluck.broker.core import Core
 from potluck.broker.drift import Pace
-from potluck.planner.measured import forecast
-from potluck.planner.plan import ChainPlan, Network, Plan
+from potluck.planner.plan import ChainPlan, Plan
 from potluck.wire.forecast import Forecast
 
 USUAL_LOAD_S = 5.0
@@ -31,13 +30,12 @@ class Verdict:
     """Seconds after which to ask again."""
 
 
-def worth_it(core: Core, plan: Plan, network: Network) -> Verdict:
+def worth_it(core: Core, plan: Plan) -> Verdict:
     """Whether chains that serve are to give way to `plan`."""
     chains = tuple(chain.plan for chain in core.state.chains.values() if not chain.closing)
     if chains == plan.chains:
         return Verdict(False)
-    stages = core.usable()
-    now = forecast(core.shape, measuring.candidates(core, stages), network, core.config.demand, Plan(chains))
+    now = measuring.predicted(core, chains, core.config.demand)
     if plan.forecast is None or now is None:
         gain = _largest(chains) / _largest(plan.chains) - 1.0
         return Verdict(gain >= core.config.least_gain, "More stages share the layers." if gain > 0 else "")
@@ -45,7 +43,7 @@ def worth_it(core: Core, plan: Plan, network: Network) -> Verdict:
     if gain < core.config.least_gain:
         return Verdict(False)
     share = 1.0 - 1.0 / (1.0 + gain)
-    load_s = max((stage.load_s for stage in stages), default=0.0) or USUAL_LOAD_S
+    load_s = max((stage.load_s for stage in core.usable()), default=0.0) or USUAL_LOAD_S
     cost_s = load_s + _replay_s(core, now)
     if share * core.config.repay_s < cost_s:
         return Verdict(
@@ -88,14 +86,14 @@ def _replay_s(core: Core, now: Forecast) -> float:
     return tokens * now.ttft_s / max(1, now.prompt_tokens)
 
 
-def _rate(forecast_: Forecast) -> float:
+def _rate(forecast: Forecast) -> float:
     """What a plan is for: with one user tokens per second of one, otherwise of all."""
-    if forecast_.users <= 1:
-        return 1.0 / forecast_.token_s if forecast_.token_s > 0 else 0.0
-    return forecast_.tokens_per_s
+    if forecast.users <= 1:
+        return 1.0 / forecast.token_s if forecast.token_s > 0 else 0.0
+    return forecast.tokens_per_s
 
 
-def _words(forecast_: Forecast) -> str:
-    if forecast_.users <= 1:
-        return f"{1000 * forecast_.token_s:.1f} ms per token"
-    return f"{forecast_.tokens_per_s:.1f} tokens/s"
+def _words(forecast: Forecast) -> str:
+    if forecast.users <= 1:
+        return f"{1000 * forecast.token_s:.1f} ms per token"
+    return f"{forecast.tokens_per_s:.1f} tokens/s"

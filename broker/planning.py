@@ -176,7 +176,7 @@ def _weigh(core: Core, question: Question, event: PlanComputed) -> Iterator[Effe
     """Whether the plan is worth it, and if so, the way there."""
     core.planned_for, core.plan_error = question.asked, None
     closing = tuple(chain.plan for chain in core.state.chains.values() if chain.closing)
-    verdict = moves.worth_it(core, event.plan, question.network)
+    verdict = moves.worth_it(core, event.plan)
     if verdict.text:
         yield Report("info", verdict.text)
     if verdict.again_s is not None:

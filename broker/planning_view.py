@@ -7,10 +7,8 @@ from dataclasses import replace
 from potluck.broker import measuring
 from potluck.broker.core import Core
 from potluck.broker.state import BROKER
-from potluck.planner.measured import forecast
-from potluck.planner.plan import ChainPlan, Demand, Plan
+from potluck.planner.plan import ChainPlan
 from potluck.wire import limits
-from potluck.wire.forecast import Forecast
 from potluck.wire.ids import StageId
 from potluck.wire.messages import LinkView, PlanQuery, PlanView
 
@@ -32,11 +30,11 @@ def plan_view(core: Core, query: PlanQuery) -> PlanView:
         users=core.config.users,
         reasons=() if plan is None else tuple(reason[: limits.TEXT_CHARS] for reason in plan.reasons),
         left_out=tuple(sorted(stage.device for stage in stages.values() if stage.stage not in in_use)),
-        forecast=_forecast(core, chains, demand),
+        forecast=measuring.predicted(core, chains, demand),
         at=tuple(
             found
             for users in query.users
-            if (found := _forecast(core, _shared(chains, users), replace(demand, users=users))) is not None
+            if (found := measuring.predicted(core, _shared(chains, users), replace(demand, users=users)))
         ),
         links=tuple(
             LinkView(_device(core, sender), _device(core, receiver), link)
@@ -44,13 +42,6 @@ def plan_view(core: Core, query: PlanQuery) -> PlanView:
         ),
         detail="" if chains else core.missing,
     )
-
-
-def _forecast(core: Core, chains: tuple[ChainPlan, ...], demand: Demand) -> Forecast | None:
-    if not chains:
-        return None
-    stages = measuring.candidates(core, list(core.state.stages.values()))
-    return forecast(core.shape, stages, measuring.network(core), demand, Plan(chains))
 
 
 def _shared(chains: tuple[ChainPlan, ...], users: int) -> tuple[ChainPlan, ...]:

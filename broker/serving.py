@@ -162,7 +162,7 @@ def count(core: Core, chain: Chain, flight: InFlight, hops: tuple[Hop, ...]) -> 
         expected_s = 0.0
         if chain.places and not flight.prefill:
             place = chain.places[hop.index]
-            expected_s = float(place.cost.decode(flight.tokens)[place.first, place.end])
+            expected_s = place.cost.decode_s(flight.tokens, place.first, place.end)
             if note_pace(core, stage, expected_s, hop.compute_s):
                 core.drifted = True
         stage.hops = HopSums(

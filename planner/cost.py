@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from potluck.planner.plan import FREE, Candidate, Demand, Link, ModelShape, Network, StagePlan
 from potluck.wire.forecast import ChainForecast, Forecast, StageForecast
 from potluck.wire.ids import StageId
-from potluck.wire.measures import Profile, Speed, Timing
+from potluck.wire.measures import Profile, Speed, Timing, seconds_at
 
 SKIPPED = 0.7
 """Of the model's last layer, the share that is not computed for a row of a prompt that wants no result: llama.cpp drops
@@ -35,26 +35,17 @@ these rows after that layer's attention. Measured on a CPU with llama.cpp's own 
 
 Table = NDArray[np.float64]
 """float64[layers + 1, layers + 1]: a figure for the layers [first, end); infinite where they can't be held."""
+Layers = NDArray[np.intp]
+"""First layers or ends of runs, of any shape."""
 
 
 def time_at(timings: Sequence[Timing], rows: int, context_tokens: int) -> float:
     """Seconds at this size and context: between two measured ones in proportion, beyond them as the last two say."""
-    by_rows: dict[int, list[tuple[int, float]]] = {}
+    by_rows: dict[int, dict[int, float]] = {}
     for timing in timings:
-        by_rows.setdefault(timing.rows, []).append((timing.context_tokens, timing.seconds))
-    points = [(size, _between(sorted(found), context_tokens)) for size, found in sorted(by_rows.items())]
-    return _between(points, rows) if points else 0.0
-
-
-def _between(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Straight lines between the points; before the first one its value; never falling after the last one."""
-    if at <= points[0][0] or len(points) == 1:
-        return points[0][1]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if at <= x1:
-            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-    (x0, y0), (x1, y1) = points[-2:]
-    return y1 + max(0.0, y1 - y0) * (at - x1) / (x1 - x0)
+        by_rows.setdefault(timing.rows, {})[timing.context_tokens] = timing.seconds
+    points = {size: seconds_at(found, context_tokens) for size, found in by_rows.items()}
+    return seconds_at(points, rows) if points else 0.0
 
 
 def offered(candidate: Candidate) -> int:
@@ -77,6 +68,7 @@ class StageCost:
     model: ModelShape
     demand: Demand
     _tables: dict[tuple[str, int], Table] = field(default_factory=dict, repr=False, compare=False)
+    _singles: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def profile(self) -> Profile:
@@ -100,11 +92,7 @@ class StageCost:
 
     def needed_bytes(self, first: int, end: int) -> int:
         """Weights, cache and compute buffers of these layers, of its memory and its GPU's together."""
-        return (
-            int(self._prefix_bytes[end] - self._prefix_bytes[first])
-            + self._head_bytes(end)
-            + self.compute_bytes(end)
-        )
+        return int(self._prefix_bytes[end] - self._prefix_bytes[first]) + int(self._other_bytes[end])
 
     @cached_property
     def _prefix_bytes(self) -> NDArray[np.int64]:
@@ -117,6 +105,12 @@ class StageCost:
         return self.model.head_bytes if end == self.model.layers else 0
 
     @cached_property
+    def _other_bytes(self) -> NDArray[np.int64]:
+        """int64[layers + 1]: for layers that end there, the head and the buffers."""
+        ends = range(self.model.layers + 1)
+        return np.array([self._head_bytes(end) + self.compute_bytes(end) for end in ends], np.int64)
+
+    @cached_property
     def _gpu_starts(self) -> NDArray[np.intp]:
         """intp[layers + 1]: for layers that end there, the first one for which the GPU still has room."""
         ends = range(self.model.layers + 1)
@@ -124,7 +118,7 @@ class StageCost:
             return np.arange(self.model.layers + 1, dtype=np.intp)
         starts = []
         for end in ends:
-            room = self.candidate.vram_bytes - self.compute_bytes(end) - self._head_bytes(end)
+            room = self.candidate.vram_bytes - int(self._other_bytes[end])
             least = int(self._prefix_bytes[end]) - room
             starts.append(min(end, int(np.searchsorted(self._prefix_bytes, least))) if room >= 0 else end)
         return np.array(starts, np.intp)
@@ -136,28 +130,45 @@ class StageCost:
     @cached_property
     def room(self) -> NDArray[np.bool_]:
         """bool[layers + 1, layers + 1]: whether it can hold them, and may be cut there."""
-        size = self.model.layers + 1
-        first, end = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
+        return self._fits(*self._runs())
+
+    def _fits(self, first: Layers, end: Layers) -> NDArray[np.bool_]:
+        """For each run of layers whether it can hold it, and may be cut there."""
         split = np.maximum(first, self._gpu_starts[end])
-        on_gpu = end - split
-        heads = np.array([self._head_bytes(e) for e in range(size)])[end]
-        buffers = np.array([self.compute_bytes(e) for e in range(size)])[end]
         ram = self._prefix_bytes[split] - self._prefix_bytes[first]
-        ram = ram + np.where(on_gpu > 0, 0, heads + buffers)
-        fits = first < end
+        ram = ram + np.where(end > split, 0, self._other_bytes[end])
+        fits = (first < end) & self._allowed[first] & self._allowed[end]
         if self.candidate.memory_bytes > 0:
-            fits &= ram <= self.candidate.memory_bytes
+            fits = fits & (ram <= self.candidate.memory_bytes)
         if self.profile.gpu is not None and not self.candidate.cpu_fallback:
-            fits &= split == first
+            fits = fits & (split == first)
+        return np.asarray(fits)
+
+    @cached_property
+    def _allowed(self) -> NDArray[np.bool_]:
+        """bool[layers + 1]: where the model may be cut."""
         cuts = {0, self.model.layers, *self.model.cuts}
-        allowed = np.array([layer in cuts for layer in range(size)])
-        return np.asarray(fits & allowed[first] & allowed[end])
+        return np.array([layer in cuts for layer in range(self.model.layers + 1)])
+
+    def _runs(self) -> tuple[Layers, Layers]:
+        """intp[layers + 1, layers + 1] each: first layer and end of every run."""
+        size = np.arange(self.model.layers + 1)
+        first, end = np.meshgrid(size, size, indexing="ij")
+        return first, end
 
     # ---- time
 
     def decode(self, rows: int) -> Table:
         """Seconds of a decode micro-batch of `rows` sequences. Source: the profile, at the demand's `held_tokens`."""
         return self._table("decode", rows)
+
+    def decode_s(self, rows: int, first: int, end: int) -> float:
+        """What `decode` says of one run of layers, for callers that need no others: no table is made."""
+        found = self._singles.get((rows, first, end))
+        if found is None:
+            seconds = self._seconds("decode", rows, np.asarray(first), np.asarray(end))
+            found = self._singles[rows, first, end] = float(seconds)
+        return found
 
     def prefill(self, rows: int) -> Table:
         """Seconds of a chunk of `rows` tokens in the middle of the demand's prompt; the head for one of them.
@@ -169,32 +180,32 @@ class StageCost:
     def _table(self, kind: str, rows: int) -> Table:
         found = self._tables.get((kind, rows))
         if found is None:
-            found = self._tables[kind, rows] = self._make_table(kind, rows)
+            found = self._tables[kind, rows] = self._seconds(kind, rows, *self._runs())
         return found
 
-    def _make_table(self, kind: str, rows: int) -> Table:
+    def _seconds(self, kind: str, rows: int, first: Layers, end: Layers) -> NDArray[np.float64]:
+        """For each run of layers the seconds of a micro-batch; infinite where it can't be held."""
         cpu, gpu = self.profile.cpu, self.profile.gpu
-        size = self.model.layers + 1
-        first, end = np.meshgrid(np.arange(size), np.arange(size), indexing="ij")
         split = np.maximum(first, self._gpu_starts[end])
         on_gpu, has_cpu = end > split, split > first
-        seconds = np.zeros((size, size))
+        seconds = np.zeros(first.shape)
         for speed, low, high, used in ((cpu, first, split, has_cpu), (gpu, split, end, on_gpu)):
             if speed is None:
-                seconds[used] = np.inf
+                seconds = np.where(used, np.inf, seconds)
                 continue
             prefix = self._prefix_s(speed, kind, rows)
             seconds = seconds + np.where(used, prefix[high] - prefix[low] + speed.call_s, 0.0)
         results = rows if kind == "decode" else 1
         head = [0.0 if speed is None else time_at(speed.head, results, 0) for speed in (cpu, gpu)]
         look_up = rows * max((speed.embedding_s for speed in (cpu, gpu) if speed is not None), default=0.0)
-        seconds += np.where(end == self.model.layers, np.where(on_gpu, head[1], head[0]), 0.0)
-        seconds += np.where(first == 0, look_up, 0.0)
+        seconds = seconds + np.where(end == self.model.layers, np.where(on_gpu, head[1], head[0]), 0.0)
+        seconds = seconds + np.where(first == 0, look_up, 0.0)
         if kind == "prefill":
             last = [0.0 if speed is None else self._last_layer_s(speed, rows) for speed in (cpu, gpu)]
             saved = SKIPPED * (rows - 1) / rows
-            seconds -= np.where(end == self.model.layers, saved * np.where(on_gpu, last[1], last[0]), 0.0)
-        return np.where(self.room, seconds * self.candidate.slowdown, np.inf)
+            skipped = saved * np.where(on_gpu, last[1], last[0])
+            seconds = seconds - np.where(end == self.model.layers, skipped, 0.0)
+        return np.where(self._fits(first, end), seconds * self.candidate.slowdown, np.inf)
 
     def _last_layer_s(self, speed: Speed, rows: int) -> float:
         """Seconds of a chunk in the model's last layer, if all its rows go through it."""

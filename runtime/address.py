@@ -9,6 +9,9 @@ from potluck.wire.errors import SettingsError
 CONTROL_PORT = 7946
 RESULTS_PORT = 7947
 REST_PORT = 8080
+DISCARD_PORT = 9
+NOBODY = "192.0.2.1"
+"""An address of RFC 5737 that nobody has."""
 
 
 def split_address(address: str, default_port: int, *, lowest: int = 1) -> tuple[str, int]:
@@ -48,14 +51,20 @@ def seen_from(dialled: str, bound: str) -> str:
     return f"tcp://{dialled.removeprefix('tcp://').rpartition(':')[0]}:{port}"
 
 
-def lan_address(towards: str = "192.0.2.1") -> str:
-    """The address by which this machine would reach `towards`: what others on the same network dial. Sends nothing.
+def address_towards(host: str, port: int = DISCARD_PORT) -> str:
+    """This machine's address on the way to the host. Raises OSError where there is no way.
 
-    The default is an address of RFC 5737 that nobody has, so the answer is that of the default route; loopback if none.
+    A connected UDP socket knows it, and sends nothing.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 9))
-        except OSError:
-            return "127.0.0.1"
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def lan_address() -> str:
+    """What others on the same network dial: this machine's address on the default route; loopback if there is none."""
+    try:
+        return address_towards(NOBODY)
+    except OSError:
+        return "127.0.0.1"

@@ -1,79 +1,33 @@
-"""Measures this device at one model: real layers, timed until they are steady. Shell: clocks, memory, a lock, files.
+"""Measures this device at one model: real layers, timed until they are steady. Shell: clocks, a lock, files.
 
-Decides in which order things are loaded and when a kept profile will do. What is timed is `bench_plan`'s, how often
-`bench_rounds`', and what follows from it `bench_speed`'s. Runs on the compute lane, with engines of its own.
+Decides when a kept profile will do. How one is made is `bench_run`'s. Runs on the compute lane, with its own engines.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import psutil
 
-from potluck.model.architectures import rules_for
-from potluck.model.cache_size import cache_token_bytes
-from potluck.model.embeddings import Embeddings
 from potluck.model.facts import ModelFacts, read_facts
-from potluck.model.slices import SliceFiles, ensure_slice
-from potluck.model.verified import is_verified
 from potluck.stage.bench_costs import SaysCosts, profile_of_costs
-from potluck.stage.bench_plan import (
-    Part,
-    Point,
-    Window,
-    Windows,
-    chunk_tokens,
-    compared_chunks,
-    decode_rows,
-    fill_tokens,
-    full_rows,
-    offered_at_best,
-    points_of,
-    room_for,
-    windows_of,
-)
-from potluck.stage.bench_rounds import Clock, Rounds
-from potluck.stage.bench_slice import Rows, TimedSlice
-from potluck.stage.bench_speed import Readings, speed_of
+from potluck.stage.bench_rig import BenchSettings, Rig, Wanted
+from potluck.stage.bench_rounds import Clock
+from potluck.stage.bench_run import Run
 from potluck.stage.bench_turn import alone
-from potluck.stage.engine import Engine, LoadSpec
+from potluck.stage.capabilities import binding_version
+from potluck.stage.engine import Engine
 from potluck.stage.holder import Models, Progressed
 from potluck.stage.kept_profiles import Setting, keep_profile, kept_profile
 from potluck.stage.memory import give_back
-from potluck.stage.steady import LEAST_RUNS, Series
-from potluck.wire.errors import ModelError, OutOfMemoryError, Phase, PotluckError
-from potluck.wire.measures import Capabilities, Profile, Speed
+from potluck.wire.errors import ModelError, Phase
+from potluck.wire.measures import Profile
 from potluck.wire.messages import Measure
-
-ALL_LAYERS = 1 << 16
-"""llama.cpp takes it as every layer and the head."""
-_LOADS = 3
-_LOOK_UP_TOKENS = 8
-_LOOK_UPS = 20
-
-Wanted = Callable[[], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class BenchSettings:
-    """What is measured on: the device, and how a stage computes there."""
-
-    device: str
-    engine: str = "llama"
-    threads: int = 1
-    gpu: bool = False
-    """Whether the GPU is timed, too."""
-    capabilities: Capabilities = Capabilities()
 
 
 class Bench:
@@ -90,11 +44,8 @@ class Bench:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """`clock` counts seconds, `busy_clock` those that all threads of this process have computed."""
-        self._make_engine = make_engine
         self._models = models
-        self._settings = settings
-        self._clock = clock
-        self._busy_clock = busy_clock
+        self._rig = Rig(make_engine, settings, models.cache_dir, clock, busy_clock)
         self._pause = pause
 
     def __call__(
@@ -105,32 +56,33 @@ class Bench:
         An engine that says what it costs is asked, and nothing is timed or kept. Raises PotluckError: no such model
         here, not enough memory for a single layer, no room on the disk.
         """
-        if isinstance(self._make_engine(), SaysCosts):
-            return profile_of_costs(self._make_engine, message)
+        make_engine, clock = self._rig.make_engine, self._rig.clock
+        if isinstance(make_engine(), SaysCosts):
+            return profile_of_costs(make_engine, message)
         source, facts = self._source(message)
         setting = self.setting(message)
         kept = None if fresh else kept_profile(self._models.cache_dir, setting)
         if kept is not None:
             return kept
-        with alone(self._models.cache_dir, self._clock, self._pause, wanted, progressed):
+        with alone(self._models.cache_dir, clock, self._pause, wanted, progressed):
             if not wanted():
                 return None
-            begun_s = self._clock()
+            begun_s = clock()
             with tempfile.TemporaryDirectory(dir=self._models.cache_dir, prefix="bench-") as folder:
-                run = _Run(self, message, source, facts, Path(folder), wanted, progressed)
+                run = Run(self._rig, message, source, facts, Path(folder), wanted, progressed)
                 profile = run.profile()
             del run
             give_back()
             if profile is None:
                 return None
-            profile = msgspec.structs.replace(profile, took_s=self._clock() - begun_s)
+            profile = msgspec.structs.replace(profile, took_s=clock() - begun_s)
             with contextlib.suppress(OSError):  # a full disk: it is measured again next time
                 keep_profile(self._models.cache_dir, setting, profile)
             return profile
 
     def setting(self, message: Measure) -> Setting:
         """What the profile is true of."""
-        mine, can = self._settings, self._settings.capabilities
+        mine, can = self._rig.settings, self._rig.settings.capabilities
         affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         return Setting(
             device=mine.device,
@@ -140,7 +92,7 @@ class Bench:
             affinity=tuple(affinity),
             cpu_quota=can.cpu_quota,
             engine=mine.engine,
-            llama=can.llama or _llama_version(),
+            llama=can.llama or binding_version(),
             fingerprint=message.model.fingerprint,
             slots=message.slots,
             context_tokens=message.context_tokens,
@@ -163,263 +115,6 @@ class Bench:
         if facts.fingerprint != model.fingerprint:
             raise ModelError(f"{source} has changed since this stage started.", hint="Restart the stage.")
         return source, facts
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What one processor takes."""
-
-    kv_bytes: int
-    compute_bytes: int
-    head_compute_bytes: int
-    extra_share: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What one slice takes."""
-
-    kv_bytes: int
-    compute_bytes: int
-    copied_bytes: int
-
-
-class _Run:
-    """One measurement, from the slices to the profile."""
-
-    def __init__(
-        self,
-        bench: Bench,
-        message: Measure,
-        source: Path,
-        facts: ModelFacts,
-        folder: Path,
-        wanted: Wanted,
-        progressed: Progressed,
-    ) -> None:
-        self._bench = bench
-        self._settings = bench._settings
-        self._message = message
-        self._facts = facts
-        self._wanted = wanted
-        self._progressed = progressed
-        cache_dir = bench._models.cache_dir
-        rules = rules_for(facts, allow_unlisted=is_verified(cache_dir, facts))
-        room = room_for(self._settings.capabilities)
-        cache = message.slots * message.context_tokens * cache_token_bytes(facts) // facts.layers
-        self._windows: Windows = windows_of(facts.block_bytes, rules, facts.head_bytes, room, cache)
-        self._refuse_without_room(self._windows.short, cache)
-        self._parts = [part for part in Part if part is not Part.LAST or self._windows.last is not None]
-        self._files = {
-            part: ensure_slice(source, facts, window.first, window.end, folder, allow_unlisted=True)
-            for part in self._parts
-            for window in (self._windows.of(part),)
-        }
-        self._embedding_s = self._look_up_s(source, rules.token_scale)
-        self._rows = Rows(message.batch_tokens, facts.vocab, facts.width)
-        self._done = 0
-        points = len(list(points_of(self._windows, message.slots, message.batch_tokens, 1)))
-        self._total = (1 + self._settings.gpu) * (2 * _LOADS + LEAST_RUNS * points)
-
-    def _refuse_without_room(self, least: Window, cache_bytes: int) -> None:
-        """Timing more than is offered would bring the device to a standstill, and end in no layers for it."""
-        can = self._settings.capabilities
-        need, most = least.bytes + least.layers * cache_bytes, offered_at_best(can)
-        if 0 < most < need:
-            raise OutOfMemoryError(
-                f"{least.layers} of {self._facts.layers} layers need {need / 1e6:.0f} MB with the caches of "
-                f"{self._message.slots} slots, {most / 1e6:.0f} MB are offered here.",
-                hint="Give the device more memory, or serve fewer slots or a shorter context.",
-                phase=Phase.MEASURE,
-                needed_bytes=need,
-                free_bytes=most,
-            )
-
-    def profile(self) -> Profile | None:
-        cpu = self._measured(gpu=False)
-        if cpu is None:
-            return None
-        speed, memory = cpu
-        on_gpu: Speed | None = None
-        if self._settings.gpu:
-            try:
-                found = self._measured(gpu=True)
-            except OutOfMemoryError:
-                found = None  # a GPU without room for one layer is none
-            if not self._wanted():
-                return None
-            if found is not None:
-                on_gpu, held = found
-                memory = _Memory(
-                    kv_bytes=max(memory.kv_bytes, held.kv_bytes),
-                    compute_bytes=max(memory.compute_bytes, held.compute_bytes),
-                    head_compute_bytes=max(memory.head_compute_bytes, held.head_compute_bytes),
-                    extra_share=memory.extra_share,
-                )
-        self._progressed(Phase.MEASURE, self._total, self._total)
-        return Profile(
-            fingerprint=self._facts.fingerprint,
-            cpu=speed,
-            gpu=on_gpu,
-            slots=self._message.slots,
-            context_tokens=self._message.context_tokens,
-            kv_bytes=memory.kv_bytes,
-            compute_bytes=memory.compute_bytes,
-            head_compute_bytes=memory.head_compute_bytes,
-            extra_weight_share=memory.extra_share,
-        )
-
-    def _measured(self, gpu: bool) -> tuple[Speed, _Memory] | None:
-        """One processor. None if it was no longer wanted."""
-        memory = self._memory(gpu)
-        if memory is None:
-            return None
-        speed = self._speed(gpu)
-        return None if speed is None else (speed, memory)
-
-    # ---- memory, at the settings that will be served
-
-    def _memory(self, gpu: bool) -> _Memory | None:
-        inner = self._held(Part.SHORT, gpu)
-        if inner is None:
-            return None
-        window = self._windows.short
-        share = inner.copied_bytes / window.bytes
-        head_bytes = inner.compute_bytes
-        if self._windows.last is not None:
-            last = self._held(Part.LAST, gpu)
-            if last is None:
-                return None
-            # A head that is laid out anew is held by the last stage only, as its buffers are.
-            copied = last.copied_bytes - round(share * self._windows.last.bytes)
-            head_bytes = max(last.compute_bytes + max(0, copied), inner.compute_bytes)
-        return _Memory(inner.kv_bytes // window.layers, inner.compute_bytes, head_bytes, share)
-
-    def _held(self, part: Part, gpu: bool) -> _Held | None:
-        """What a slice takes with all slots, the full context and the largest micro-batch."""
-        if not self._wanted():
-            return None
-        message = self._message
-        before = _own_memory()
-        spec = self._spec(part, gpu, message.slots, message.context_tokens, tune=False)
-        with contextlib.closing(self._load(spec)) as held:
-            rows = min(message.batch_tokens, message.context_tokens)
-            held.time(Point(part, True, rows), [self._bench._clock])
-            loaded = held.loaded
-            # What the system counts is more where the process keeps things that llama.cpp does not speak of.
-            grown = _own_memory() - before - loaded.kv_bytes - loaded.copied_bytes if not gpu else 0
-        self._step()
-        return _Held(loaded.kv_bytes, max(loaded.compute_bytes, grown), loaded.copied_bytes)
-
-    # ---- speed
-
-    def _speed(self, gpu: bool) -> Speed | None:
-        message, clock = self._message, self._bench._clock
-        batch = message.batch_tokens
-        sequences = max(full_rows(message.slots))
-        chunk = compared_chunks(batch)[-1]
-        with contextlib.ExitStack() as opened:
-            # How many tokens a context takes to fill follows from one chunk; the caches are then made for that.
-            spec = self._spec(Part.SHORT, gpu, 2, chunk, tune=False)
-            with contextlib.closing(self._load(spec)) as probe:
-                probe.time(Point(Part.SHORT, True, chunk), [clock])
-                (chunk_s,) = probe.time(Point(Part.SHORT, True, chunk), [clock])
-            tokens, full_slots = fill_tokens(message.context_tokens, sequences, chunk_s / chunk, chunk)
-            room = {
-                Part.DEEP: (max(decode_rows(message.slots)), chunk),
-                Part.SHORT: (full_slots + sequences, tokens + max(chunk_tokens(batch))),
-                Part.LAST: (max(decode_rows(message.slots)), chunk),
-            }
-            slices: dict[Part, TimedSlice] = {}
-            for part in self._parts:
-                if not self._wanted():
-                    return None
-                spec = self._spec(part, gpu, *room[part], tune=True)
-                slices[part] = self._load(spec, full_slots if part is Part.SHORT else 0)
-                opened.callback(slices[part].close)
-                self._step()
-            slices[Part.SHORT].fill(tokens, self._wanted)
-            self._step()
-            return self._timed(slices, tokens, full_slots, gpu)
-
-    def _timed(self, slices: dict[Part, TimedSlice], tokens: int, full_slots: int, gpu: bool) -> Speed | None:
-        message, threads = self._message, self._settings.threads
-        points = points_of(self._windows, message.slots, message.batch_tokens, full_slots)
-        quota = self._settings.capabilities.cpu_quota
-        busy: Clock | None = None
-        if 0 < quota < threads and not gpu:
-            # A process that is stopped at its quota computes short calls at full speed and stands still between them.
-            busy = lambda: self._bench._busy_clock() / threads  # noqa: E731
-        begun = self._done
-        rounds = Rounds(slices, points, self._bench._clock, busy, lambda done: self._tell(begun + done))
-        if not rounds.run(self._wanted):
-            return None
-        self._done = begun + rounds.expected
-        scale = 1.0 if busy is None else max(1.0, rounds.stretch())
-        return speed_of(Readings(self._windows, rounds.series, tokens, self._embedding_s, scale))
-
-    def _look_up_s(self, source: Path, scale: float) -> float:
-        """Seconds per token of a micro-batch of a few."""
-        clock, series = self._bench._clock, Series()
-        chance = np.random.default_rng(1)
-        with Embeddings(source, scale) as embeddings:
-            for _ in range(_LOOK_UPS):
-                tokens = chance.integers(0, embeddings.vocab, _LOOK_UP_TOKENS, np.int32)
-                begun = clock()
-                embeddings.look_up(tokens)
-                series.add(clock() - begun, 0.0)
-        return max(0.0, series.median_s) / _LOOK_UP_TOKENS
-
-    # ---- loading and telling
-
-    def _spec(self, part: Part, gpu: bool, slots: int, context_tokens: int, *, tune: bool) -> LoadSpec:
-        window: Window = self._windows.of(part)
-        files: SliceFiles = self._files[part]
-        return LoadSpec(
-            slice_path=files.slice_path,
-            embeddings_path=files.embeddings_path,
-            first=window.first,
-            end=window.end,
-            layers=self._facts.layers,
-            slots=slots,
-            context_tokens=context_tokens,
-            batch_tokens=self._message.batch_tokens,
-            threads=self._settings.threads,
-            exact=self._message.exact,
-            gpu_layers=ALL_LAYERS if gpu else 0,
-            tune=tune,
-        )
-
-    def _load(self, spec: LoadSpec, full_slots: int = 0) -> TimedSlice:
-        try:
-            return TimedSlice(self._bench._make_engine(), spec, self._message.model, self._rows, full_slots)
-        except PotluckError as error:
-            error.phase = Phase.MEASURE
-            raise
-
-    def _step(self) -> None:
-        self._done += 1
-        self._tell(self._done)
-
-    def _tell(self, done: int) -> None:
-        self._progressed(Phase.MEASURE, min(done, self._total - 1), self._total)
-
-
-def _llama_version() -> str:
-    try:
-        return version("llama-cpp-python")
-    except PackageNotFoundError:
-        return ""
-
-
-def _own_memory() -> int:
-    """Bytes of this process that are no file's; 0 where the system does not say."""
-    # What was freed before would hide what comes next. Only glibc knows this call.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    memory = psutil.Process().memory_info()
-    shared = getattr(memory, "shared", None)
-    return int(memory.rss - shared) if shared is not None else 0
 
 
 __all__ = ["Bench", "BenchSettings"]

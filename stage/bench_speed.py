@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from potluck.stage.bench_plan import Part, Point, Window, Windows
 from potluck.stage.steady import Series, paired
-from potluck.wire.measures import Speed, Timing
+from potluck.wire.measures import Speed, Timing, seconds_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,9 @@ def _attention(read: Readings) -> dict[int, float]:
 
 
 def _at(more: Mapping[int, float], rows: int) -> float:
-    """As `_between`, and beyond what was timed each sequence costs the same."""
+    """Between what was timed in a straight line; outside of it each sequence costs the same."""
     nearest = min(max(rows, min(more)), max(more))
-    return _between(more, nearest) * rows / nearest
+    return seconds_at(more, nearest) * rows / nearest
 
 
 def _prefill(read: Readings, call_s: float) -> list[Timing]:
@@ -108,7 +110,7 @@ def _prefill(read: Readings, call_s: float) -> list[Timing]:
     ratios = _deep_per_short(read, call_s)
     timings = []
     for rows in read.sizes(Part.SHORT, True):
-        ratio = _between(ratios, rows) * read.scale
+        ratio = _ratio(ratios, rows) * read.scale
         seconds, spread = (value * ratio for value in _layer(read, Part.SHORT, True, rows, call_s))
         timings.append(Timing(rows, 0, seconds, spread))
         full = read.get(Part.SHORT, True, rows, full=True)
@@ -129,14 +131,10 @@ def _deep_per_short(read: Readings, call_s: float) -> dict[int, float]:
     return ratios or {0: 1.0}
 
 
-def _between(values: Mapping[int, float], at: int) -> float:
+def _ratio(ratios: Mapping[int, float], rows: int) -> float:
     """In a straight line between the two nearest; the nearest one beyond them."""
-    known = sorted(values)
-    below = max((size for size in known if size <= at), default=known[0])
-    above = min((size for size in known if size >= at), default=known[-1])
-    if below >= above:
-        return values[above if at < known[0] else below]
-    return values[below] + (values[above] - values[below]) * (at - below) / (above - below)
+    known = sorted(ratios)
+    return float(np.interp(rows, known, [ratios[size] for size in known]))
 
 
 def _heads(read: Readings, call_s: float, layer_s: Mapping[int, float]) -> list[Timing]:

@@ -73,7 +73,7 @@ def capabilities(threads: int, owner: Owner, models: Sequence[Path], *, llama: b
         disk_read_bytes_s=disk_speed(models[0]) if models else 0.0,
         power=_power(),
         system=f"{platform.system()} {platform.release()}"[:TEXT_CHARS],
-        llama=_llama_version(),
+        llama=binding_version(),
     )
 
 
@@ -188,7 +188,8 @@ def _power() -> str:
     return "mains" if battery.power_plugged else "battery"
 
 
-def _llama_version() -> str:
+def binding_version() -> str:
+    """Of llama-cpp-python; empty where it is not installed."""
     try:
         return version("llama-cpp-python")
     except PackageNotFoundError:
@@ -258,6 +259,7 @@ def _text(raw: bytes | None) -> str:
 
 
 __all__ = [
+    "binding_version",
     "capabilities",
     "default_threads",
     "disk_speed",

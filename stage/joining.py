@@ -11,12 +11,11 @@ import contextlib
 import ipaddress
 import logging
 import signal
-import socket
 from dataclasses import replace
 
 import click
 
-from potluck.runtime.address import CONTROL_PORT, control_endpoint, split_address
+from potluck.runtime.address import CONTROL_PORT, address_towards, control_endpoint, split_address
 from potluck.runtime.discovery import Network, Wanted, find, replacement
 from potluck.runtime.interfaces import choose
 from potluck.runtime.signals import stop_signals
@@ -167,12 +166,8 @@ def addresses(broker: str, listen_address: str | None) -> tuple[str, str | None]
 
 
 def _facing_address(host: str, port: int) -> str:
-    """This machine's address on the way to the host. A connected UDP socket knows it without sending anything."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        return address_towards(host, port)
     except OSError as error:
         raise NoBrokerError(
             f"There is no way to the broker at {host}: {error.strerror or error}.",

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from potluck.wire.measures import LinkTiming
 
 SMALL_BYTES = 64
@@ -47,14 +49,14 @@ def next_bytes(last: LargePing | None, most: int) -> int:
 
 def link_timing(small_s: Sequence[float], large: Sequence[LargePing]) -> LinkTiming:
     """The link's figures from seconds of at least one small frame. Large frames of the final size only are counted."""
-    rtt_s = quantile(small_s, 0.5)
+    rtt_s = _quantile(small_s, 0.5)
     size = large[-1].frame_bytes if large else 0
-    rates = sorted(_rate(ping, rtt_s) for ping in large if ping.frame_bytes == size)
-    median = quantile(rates, 0.5) if rates else math.inf
-    worst = quantile(rates, 0.05) if rates else math.inf
+    rates = [_rate(ping, rtt_s) for ping in large if ping.frame_bytes == size]
+    median = _quantile(rates, 0.5) if rates else math.inf
+    worst = _quantile(rates, 0.05) if rates else math.inf
     return LinkTiming(
         rtt_s=rtt_s,
-        rtt_p95_s=quantile(small_s, 0.95),
+        rtt_p95_s=_quantile(small_s, 0.95),
         bytes_per_s=median if median < math.inf else 0.0,
         bytes_per_s_p5=worst if worst < math.inf else 0.0,
     )
@@ -65,7 +67,6 @@ def _rate(ping: LargePing, rtt_s: float) -> float:
     return ping.frame_bytes / longer_s if longer_s > NOTICEABLE * rtt_s else math.inf
 
 
-def quantile(values: Sequence[float], share: float) -> float:
+def _quantile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of the others lie: the nearest one, so that it is one that was seen."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+    return float(np.quantile(values, share, method="nearest"))

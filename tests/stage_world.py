@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from potluck.runtime.memory import MemoryNetwork
-from potluck.runtime.transport import Push
+from potluck.runtime.transport import Push, Router
 from potluck.stage.engine import Engine
 from potluck.stage.engines.fake import FakeEngine
 from potluck.stage.engines.fake_model import WIDTH
@@ -76,16 +76,37 @@ def rows(count: int, value: float = 1.0) -> bytes:
     return np.full((count, WIDTH), value, "<f4").tobytes()
 
 
-class ScriptedBroker:
+class BrokerSide:
+    """The control socket of a broker that a test plays, and the stage that it hears."""
+
+    patience_s = DEADLINE_S
+
+    def __init__(self, control: Router) -> None:
+        self.control = control
+        self.peer = b""
+
+    async def hear(self, *kinds: type[Message]) -> Envelope:
+        """The stage's next control message of one of these kinds; others are passed over."""
+        async with asyncio.timeout(self.patience_s):
+            while True:
+                self.peer, frames = await self.control.recv()
+                envelope = decode(frames)
+                if isinstance(envelope.message, kinds):
+                    return envelope
+
+    def say(self, message: Message, epoch: int = 0) -> None:
+        assert self.control.send(self.peer, encode(message, Epoch(epoch)))
+
+
+class ScriptedBroker(BrokerSide):
     """A broker's sockets on a network in memory, and the messages that came in, for one stage worker."""
 
     def __init__(self, network: MemoryNetwork | None = None) -> None:
         self.network = network or MemoryNetwork()
         self.transport = self.network.host("broker")
-        self.control = self.transport.router("tcp://broker:7946")
+        super().__init__(self.transport.router("tcp://broker:7946"))
         self.results = self.transport.pull(RESULTS)
         self.next = self.network.host("next").pull(NEXT)
-        self.peer = b""
         self.push: Push | None = None
         self.worker: StageWorker
 
@@ -108,18 +129,6 @@ class ScriptedBroker:
             **options,  # type: ignore[arg-type]
         )
         return asyncio.create_task(self.worker.run())
-
-    async def hear(self, *kinds: type[Message]) -> Envelope:
-        """The stage's next control message of one of these kinds; others are passed over."""
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                self.peer, frames = await self.control.recv()
-                envelope = decode(frames)
-                if isinstance(envelope.message, kinds):
-                    return envelope
-
-    def say(self, message: Message, epoch: int = 0) -> None:
-        assert self.control.send(self.peer, encode(message, Epoch(epoch)))
 
     async def welcome(self, heartbeat_s: float = 1000.0) -> Register:
         """Takes the stage in, and opens the way to its data socket."""

@@ -17,6 +17,7 @@ from rich.table import Table
 from potluck.model.facts import read_facts
 from potluck.model.paths import cache_dir
 from potluck.model.reference import reference
+from potluck.planner.words import size
 from potluck.stage.bench import Bench, BenchSettings
 from potluck.stage.bench_plan import times_gpu
 from potluck.stage.capabilities import capabilities
@@ -24,7 +25,6 @@ from potluck.stage.engines import make_engine
 from potluck.stage.holder import Models
 from potluck.stage.kept_profiles import profile_path
 from potluck.stage.machine_facts import Owner
-from potluck.tools.tables import bytes_text
 from potluck.wire.errors import Phase, PotluckError
 from potluck.wire.measures import Profile, Speed, Timing
 from potluck.wire.messages import Measure
@@ -110,8 +110,8 @@ def print_report(console: Console, report: DeviceReport) -> None:
                 markup=False,
             )
     console.print(
-        f"Memory: KV cache {bytes_text(profile.kv_bytes)} per layer, buffers {bytes_text(profile.compute_bytes)} "
-        f"(last stage {bytes_text(profile.head_compute_bytes)}), copies of weights "
+        f"Memory: KV cache {size(profile.kv_bytes)} per layer, buffers {size(profile.compute_bytes)} "
+        f"(last stage {size(profile.head_compute_bytes)}), copies of weights "
         f"{100 * profile.extra_weight_share:.0f} % of them.",
         markup=False,
     )

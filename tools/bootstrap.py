@@ -493,7 +493,7 @@ class Venv:
                 if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
                     return
             except OSError:
-                pass
+                pass  # the Python that it was made with is gone: it is made anew
         say(f"Making {self.folder.name} with Python {platform.python_version()}.")
         made = [sys.executable, "-m", "venv", "--clear", str(self.folder)]
         ran = subprocess.run(made, capture_output=True, text=True, check=False)

@@ -11,8 +11,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from potluck.planner.words import size, size_of
 from potluck.tools.plan_view import Sentences
-from potluck.tools.tables import bytes_text, device_columns, of_bytes_text
+from potluck.tools.tables import device_columns
 from potluck.wire.measures import Capabilities
 from potluck.wire.messages import StageView, StateView
 
@@ -41,8 +42,8 @@ def machine_table(view: StateView) -> Table:
         table.add_row(
             Text(stage.device),
             f"{can.threads} of {can.cores}",
-            of_bytes_text(can.free_memory_bytes, can.memory_bytes) if can.memory_bytes else "-",
-            f"{bytes_text(can.disk_read_bytes_s)}/s" if can.disk_read_bytes_s else "-",
+            size_of(can.free_memory_bytes, can.memory_bytes) if can.memory_bytes else "-",
+            f"{size(can.disk_read_bytes_s)}/s" if can.disk_read_bytes_s else "-",
             can.power or "-",
         )
     return table
@@ -62,12 +63,12 @@ def _notes(stage: StageView) -> Iterator[str]:
     telling = [name for name in TELLING if name in can.features][:3]
     if can.cpu:
         yield f"{can.cpu} with {', '.join(telling)}" if telling else can.cpu
-    room = [bytes_text(can.container_memory_bytes)] if can.container_memory_bytes else []
+    room = [size(can.container_memory_bytes)] if can.container_memory_bytes else []
     room += [f"{can.cpu_quota:g} cores"] if can.cpu_quota else []
     if room:
         yield f"In a container of {' and '.join(room)}"
     for gpu in can.gpus:
-        yield f"GPU: {gpu.name} ({gpu.backend}), {of_bytes_text(gpu.free_memory_bytes, gpu.memory_bytes)} free"
+        yield f"GPU: {gpu.name} ({gpu.backend}), {size_of(gpu.free_memory_bytes, gpu.memory_bytes)} free"
     if can.gpus and not can.allow_cpu_fallback:
         yield "Only layers that the GPU has room for (allow_cpu_fallback is false)"
     versions = [can.system] if can.system else []
@@ -119,11 +120,11 @@ def bar(held: Sequence[int], offered: int, chars: int = BAR_CHARS) -> str:
 def _row(name: str, held: Sequence[int], offered: int) -> tuple[RenderableType, ...]:
     """A device's figures; its bar is the second line, below the name."""
     used = sum(held)
-    figures = [bytes_text(count) if used else "-" for count in held]
+    figures = [size(count) if used else "-" for count in held]
     if offered > NO_ROOM:
-        text = f"{of_bytes_text(used, offered)}\n{100 * used / offered:.0f} %"
+        text = f"{size_of(used, offered)}\n{100 * used / offered:.0f} %"
         return (Text(f"{name}\n{bar(held, offered)}"), *figures, text)
-    return (Text(name), *figures, f"{bytes_text(used)} of none" if offered else bytes_text(used))
+    return (Text(name), *figures, f"{size(used)} of none" if offered else size(used))
 
 
 def _parts(stage: StageView) -> tuple[int, int, int]:
@@ -140,8 +141,8 @@ def _offered(stage: StageView) -> int:
 def _limits(can: Capabilities) -> Iterator[str]:
     """Where the memory is, and what bounds it."""
     if can.offered_vram_bytes:
-        yield f"{bytes_text(can.offered_bytes)} offered in memory and {bytes_text(can.offered_vram_bytes)} on GPUs"
+        yield f"{size(can.offered_bytes)} offered in memory and {size(can.offered_vram_bytes)} on GPUs"
     if can.container_memory_bytes:
-        yield f"limited to {bytes_text(can.container_memory_bytes)} by its container"
+        yield f"limited to {size(can.container_memory_bytes)} by its container"
     elif can.memory_bytes:
-        yield f"{bytes_text(can.memory_bytes)} in the machine"
+        yield f"{size(can.memory_bytes)} in the machine"

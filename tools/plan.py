@@ -26,8 +26,9 @@ from potluck.planner.cost import offered
 from potluck.planner.described import PAGE, Described, parse_cluster
 from potluck.planner.measured import MeasuredPlanner
 from potluck.planner.plan import Candidate, Demand, ModelShape, Plan
+from potluck.planner.words import counted, gb_cell
 from potluck.runtime.settings import read_yaml
-from potluck.tools.plan_view import Sentences, bullets, counted, demand_parts, gb_text, render, to_json
+from potluck.tools.plan_view import Sentences, bullets, demand_parts, render, to_json
 from potluck.wire import limits
 from potluck.wire.errors import PlanError, SettingsError
 from potluck.wire.messages import PlanView
@@ -81,7 +82,7 @@ class Unfitting:
         table.add_column("device", overflow="fold")
         table.add_column("offers GB", justify="right", no_wrap=True)
         for candidate in self.candidates:
-            table.add_row(Text(candidate.device), Text(gb_text(offered(candidate))))
+            table.add_row(Text(candidate.device), Text(gb_cell(offered(candidate))))
         yield table
         yield Text("")
         if self.remedies:
@@ -118,13 +119,13 @@ class Unfitting:
     def _sentences(self) -> list[str]:
         wants = self.need
         sum_text = (
-            f"Weights {gb_text(wants.weights_bytes)} GB, KV cache {gb_text(wants.kv_bytes)} GB "
+            f"Weights {gb_cell(wants.weights_bytes)} GB, KV cache {gb_cell(wants.kv_bytes)} GB "
             f"({counted(self.demand.slots, 'slot')} of {self.demand.context_tokens} tokens) and compute buffers "
-            f"{gb_text(wants.compute_bytes)} GB are {gb_text(wants.bytes)} GB; the devices offer "
-            f"{gb_text(wants.offered_bytes)} GB."
+            f"{gb_cell(wants.compute_bytes)} GB are {gb_cell(wants.bytes)} GB; the devices offer "
+            f"{gb_cell(wants.offered_bytes)} GB."
         )
         if wants.missing_bytes:
-            missing = gb_text(wants.missing_bytes)
+            missing = gb_cell(wants.missing_bytes)
             rest = f"{missing} GB are missing, in these devices or in further ones."
         else:
             rest = "The sum would do, but no device has room for its share: layers are moved whole."

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from potluck.broker.config import BrokerConfig
 from potluck.planner.plan import Demand
+from potluck.planner.words import ms_cell
 from potluck.runtime.client import Client
-from potluck.tools.plan_view import Column, demand_parts, ms_text, render
+from potluck.tools.plan_view import Column, demand_parts, render
 from potluck.wire.forecast import StageForecast
 from potluck.wire.messages import HopSums, PlanQuery, PlanView, StateView
 
@@ -57,6 +58,6 @@ def in_service(hops: Mapping[str, HopSums]) -> Column:
 
     def cell(stage: StageForecast) -> str:
         found = ratio(hops.get(stage.stage, HopSums()))
-        return "-" if found is None else ms_text(found * stage.decode_s)
+        return "-" if found is None else ms_cell(found * stage.decode_s)
 
     return Column("in service", cell)

@@ -17,12 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from potluck.planner.plan import Demand
+from potluck.planner.words import counted, delay, gb_cell, ms_cell, per_s
 from potluck.tools.tables import layers_text
 from potluck.wire.forecast import ChainForecast, Forecast, StageForecast
 from potluck.wire.messages import PlanView
-
-NEVER_S = 1e8
-"""What takes longer does not work at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +34,14 @@ class Column:
 DEVICE = Column("device", lambda stage: stage.device)
 LAYERS = Column("layers", lambda stage: layers_text(stage.first, stage.end))
 ON_GPU = Column("on GPU", lambda stage: str(stage.gpu_layers))
-COMPUTE = Column("compute ms", lambda stage: ms_text(stage.decode_s))
-SEND = Column("send ms", lambda stage: ms_text(stage.send_s))
+COMPUTE = Column("compute ms", lambda stage: ms_cell(stage.decode_s))
+SEND = Column("send ms", lambda stage: ms_cell(stage.send_s))
 BUSY = Column("busy", lambda stage: f"{100 * stage.busy:.0f} %")
 
 
 def _memory_text(stage: StageForecast) -> str:
-    used = gb_text(stage.weights_bytes + stage.kv_bytes + stage.compute_bytes)
-    return f"{used} of {gb_text(stage.memory_bytes)}" if stage.memory_bytes else used
+    used = gb_cell(stage.weights_bytes + stage.kv_bytes + stage.compute_bytes)
+    return f"{used} of {gb_cell(stage.memory_bytes)}" if stage.memory_bytes else used
 
 
 MEMORY = Column("memory GB", _memory_text)
@@ -126,8 +124,8 @@ def summary(forecast: Forecast) -> list[str]:
     each = " for each user" if forecast.users > 1 else ""
     total = "in all" if forecast.users > 1 else "that is"
     first = (
-        f"First token after {seconds_text(forecast.ttft_s)} (prompt of {forecast.prompt_tokens} tokens), then "
-        f"{_token_text(forecast)} ms per token{each}; {total} {rate_text(forecast.tokens_per_s)} tokens/s."
+        f"First token after {delay(forecast.ttft_s)} (prompt of {forecast.prompt_tokens} tokens), then "
+        f"{_token_text(forecast)} ms per token{each}; {total} {per_s(forecast.tokens_per_s)} tokens/s."
     )
     lines = [first]
     for number, chain in enumerate(forecast.chains, 1):
@@ -138,7 +136,7 @@ def summary(forecast: Forecast) -> list[str]:
 
 def _token_text(forecast: Forecast) -> str:
     """Of chains that differ, the fastest and the slowest."""
-    paces = {ms_text(chain.token_s): chain.token_s for chain in forecast.chains}
+    paces = {ms_cell(chain.token_s): chain.token_s for chain in forecast.chains}
     ends = sorted(paces, key=lambda text: paces[text])
     return ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
 
@@ -156,36 +154,6 @@ def demand_parts(demand: Demand) -> dict[str, Any]:
         "context_tokens": demand.context_tokens,
         "prompt_tokens": demand.prompt_tokens,
     }
-
-
-def counted(count: int, thing: str) -> str:
-    """`1 user`, `2 users`."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
-def ms_text(seconds: float) -> str:
-    """Milliseconds with three digits that count; `never` for what the planner calls infinite."""
-    if seconds >= NEVER_S:
-        return "never"
-    value = 1000 * seconds
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 0.05 or value == 0 else "<0.1"
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds with two or three digits that count."""
-    if seconds >= NEVER_S:
-        return "never"
-    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def rate_text(rate: float) -> str:
-    """Something per second."""
-    return f"{rate:.2f}" if rate < 1 else f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
-
-
-def gb_text(count: float) -> str:
-    """Bytes in GB, without the unit."""
-    return f"{count / 1e9:.2f}" if count < 0.995e8 else f"{count / 1e9:.1f}"
 
 
 def _chain_text(number: int, forecast: Forecast, chain: ChainForecast) -> str:

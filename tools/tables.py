@@ -11,26 +11,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from potluck.planner.words import size
 from potluck.wire.messages import StageView, StateView
 
 SLOWEST = "*"
 """Stands after the name of the stage that the others of its chain wait for."""
-
-
-def bytes_text(count: float) -> str:
-    """A size for people, in powers of 1,000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def of_bytes_text(part: float, whole: float) -> str:
-    """`4.2 of 24.0 GB`; both with a unit of their own where those differ."""
-    first, last = bytes_text(part), bytes_text(whole)
-    number, unit = first.split()
-    return f"{number} of {last}" if last.endswith(f" {unit}") else f"{first} of {last}"
 
 
 def layers_text(first: int | None, end: int | None) -> str:
@@ -79,7 +64,7 @@ def stage_table(view: StateView) -> RenderableType:
             str(hops.batches),
             *took,
             f"{100 * hops.compute_s / lane:.0f} %" if lane > 0 else "-",
-            bytes_text(stage.counters.bytes_out),
+            size(stage.counters.bytes_out),
         )
     note = [Text(f"{SLOWEST} The slowest of its chain: the others wait for it.")] if slowest else []
     return Group(table, *note)

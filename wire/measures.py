@@ -6,8 +6,10 @@ Stages measure and tell the broker; planners read it. Nothing in here is a guess
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
+import numpy as np
 from msgspec import Meta
 
 from potluck.wire import limits
@@ -70,6 +72,19 @@ class Timing(Row, frozen=True):
 
 
 Timings = Annotated[tuple[Timing, ...], Meta(max_length=64)]
+
+
+def seconds_at(timed: Mapping[int, float], size: int) -> float:
+    """What a size takes of which the neighbours were timed. At least one was.
+
+    Between two of them in a straight line; below the least one as much as that; beyond the largest one as the last two
+    say, but never less than that.
+    """
+    sizes = sorted(timed)
+    if size > sizes[-1] and len(sizes) > 1:
+        low, high = sizes[-2:]
+        return timed[high] + max(0.0, timed[high] - timed[low]) * (size - high) / (high - low)
+    return float(np.interp(size, sizes, [timed[known] for known in sizes]))
 
 
 class Speed(Body, frozen=True):

@@ -8,7 +8,8 @@ and a run of rows is cut where that is cheaper. Pure but for the clock that is h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+
+from potluck.wire.measures import seconds_at
 
 TIMED_ROWS = (1, 2, 4, 8, 16)
 RUNS = 3
@@ -38,12 +39,11 @@ def time_rows(call: Callable[[int], None], most: int, clock: Callable[[], float]
 def best_sizes(times: Mapping[int, float], most: int) -> tuple[int, ...]:
     """For n rows left, n from 0 to `most`, how many the next call takes. () when every run is best kept together.
 
-    Times between the measured ones are interpolated, times beyond them grow as the last two say.
+    Of rows that were not timed, `seconds_at` says what they take.
     """
-    known = sorted(times)
-    if len(known) < 2:
+    if len(times) < 2:
         return ()
-    cost = [0.0, *(_time_of(times, known, rows) for rows in range(1, most + 1))]
+    cost = [0.0, *(seconds_at(times, rows) for rows in range(1, most + 1))]
     best, sizes = [0.0], [0]
     for rows in range(1, most + 1):
         first = min(range(1, rows + 1), key=lambda size: cost[size] + best[rows - size])
@@ -52,15 +52,6 @@ def best_sizes(times: Mapping[int, float], most: int) -> tuple[int, ...]:
         sizes.append(rows if whole else first)
         best.append(cost[rows] if whole else cheapest)
     return () if sizes == list(range(most + 1)) else tuple(sizes)
-
-
-def _time_of(times: Mapping[int, float], known: list[int], rows: int) -> float:
-    low, high = known[-2], known[-1]
-    for a, b in pairwise(known):
-        if a <= rows <= b:
-            low, high = a, b
-            break
-    return times[low] + (times[high] - times[low]) * (rows - low) / (high - low)
 
 
 __all__ = ["best_sizes", "time_rows"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from acceptance.cluster_world import FAST, World, free_port, idle, world
-from potluck.runtime.client import SyncClient
+from potluck.runtime.sync_client import SyncClient
 from potluck.wire.errors import (
     ContextExceededError,
     InvalidValueError,
@@ -71,7 +71,7 @@ def test_closing_the_client_ends_its_stream(single: World) -> None:
     client = SyncClient(single.address)
     stream = client.stream("hello", max_tokens=450, ignore_eos=True)
     assert isinstance(next(stream), Accepted)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     client.close()
     client.close()  # a second time does nothing
     single.run(single.until(idle))
@@ -83,7 +83,7 @@ def test_calls_after_close_say_that_the_client_is_closed(single: World) -> None:
     begun, fresh = (client.stream("hello", max_tokens=450, ignore_eos=True) for _ in range(2))
     assert isinstance(next(begun), Accepted)
     client.close()
-    begun.close()  # type: ignore[attr-defined]
+    begun.close()
     for call in (client.state, lambda: client.complete("hello"), lambda: next(fresh)):
         with pytest.raises(UsageError, match="The client is closed"):
             call()

@@ -25,13 +25,11 @@ from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
     Assign,
     BatchDone,
-    Envelope,
     ErrorInfo,
     Farewell,
     Goodbye,
     Heartbeat,
     Leave,
-    Message,
     MicroBatch,
     Ping,
     Ready,
@@ -45,19 +43,20 @@ from potluck.wire.messages import (
     encode,
 )
 from potluck.wire.sampling import GREEDY
-from stage_world import DEADLINE_S, LAYERS, MODEL, assignment, int32, prompt_batch
+from stage_world import DEADLINE_S, LAYERS, MODEL, BrokerSide, assignment, int32, prompt_batch
 
 FAKE = ["--engine", "fake", "--fingerprint", MODEL.fingerprint]
 
 
-class Broker:
+class Broker(BrokerSide):
     """A broker's sockets over TCP, and one stage process that was told their address."""
 
+    patience_s = 3 * DEADLINE_S
+
     def __init__(self, transport: ZmqTransport) -> None:
+        super().__init__(transport.router("tcp://127.0.0.1:*"))
         self.transport = transport
-        self.control = transport.router("tcp://127.0.0.1:*")
         self.results = transport.pull("tcp://127.0.0.1:*")
-        self.peer = b""
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(
@@ -91,17 +90,6 @@ class Broker:
             _, said = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, said.decode()
-
-    async def hear(self, *kinds: type[Message]) -> Envelope:
-        async with asyncio.timeout(3 * DEADLINE_S):
-            while True:
-                self.peer, frames = await self.control.recv()
-                envelope = decode(frames)
-                if isinstance(envelope.message, kinds):
-                    return envelope
-
-    def say(self, message: Message, epoch: int = 0) -> None:
-        assert self.control.send(self.peer, encode(message, Epoch(epoch)))
 
     async def welcome(self) -> Register:
         register = (await self.hear(Register)).message

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from potluck.planner.words import size_of
 from potluck.tools.device_tables import bar, machine_notes, machine_table, memory_view
 from potluck.tools.plan_view import Sentences
-from potluck.tools.tables import device_notes, device_table, of_bytes_text, slowest_of, stage_table
+from potluck.tools.tables import device_notes, device_table, slowest_of, stage_table
 from potluck.wire.measures import Capabilities, Gpu
 from potluck.wire.messages import HopSums, StageCounters, StageView, StateView
 
@@ -203,9 +204,9 @@ def test_what_is_offered_in_all_is_not_said_where_one_device_does_not_say():
 
 
 def test_a_share_has_a_unit_for_both_where_they_differ():
-    assert of_bytes_text(4.2e9, 24e9) == "4.2 of 24.0 GB"
-    assert of_bytes_text(8.9e6, 24e9) == "8.9 MB of 24.0 GB"
-    assert of_bytes_text(0, 500) == "0 of 500 B"
+    assert size_of(4.2e9, 24e9) == "4.2 of 24.0 GB"
+    assert size_of(8.9e6, 24e9) == "8.9 MB of 24.0 GB"
+    assert size_of(0, 500) == "0 of 500 B"
 
 
 def test_a_bar_shows_what_is_there_and_is_never_longer_than_its_room():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -92,14 +93,14 @@ def test_every_split_and_every_chunk_size_gives_the_text_of_the_pure_function(
 
 @given(texts=st.lists(prompts, min_size=2, max_size=SLOTS), order=st.randoms(use_true_random=False))
 def test_slots_that_share_micro_batches_do_not_disturb_each_other(
-    texts: list[list[int]], order: object
+    texts: list[list[int]], order: Random
 ) -> None:
     chain = Chain([2, 3])
     done = [list(text) for text in texts]
     at = [0] * len(texts)
     for _ in range(6):
         slots = list(range(len(texts)))
-        order.shuffle(slots)  # type: ignore[attr-defined]
+        order.shuffle(slots)
         spans = [Span(slot, at[slot], len(done[slot]) - at[slot], 1) for slot in slots]
         chosen = chain.run(spans, [done[slot][at[slot] :] for slot in slots])
         for slot, token in zip(slots, chosen, strict=True):

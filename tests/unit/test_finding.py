@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_interface
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -148,11 +149,11 @@ def test_a_stranger_can_t_send_us_to_our_own_loopback() -> None:
     st.randoms(use_true_random=False),
 )
 def test_the_verdict_does_not_depend_on_who_answered_first(
-    brokers: list[Broker], held: set[str], chance: object
+    brokers: list[Broker], held: set[str], chance: Random
 ) -> None:
     verdict = decide(brokers, HERE, held, open_at(*brokers))
     shuffled = list(brokers)
-    chance.shuffle(shuffled)  # type: ignore[attr-defined]
+    chance.shuffle(shuffled)
     again = decide(shuffled, HERE, held, open_at(*brokers))
     assert (verdict.taken, verdict.as_good) == (again.taken, again.as_good)
     if verdict.taken is not None:

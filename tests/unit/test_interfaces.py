@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from ipaddress import ip_interface
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -245,8 +246,8 @@ def test_every_interface_is_either_used_or_left_out_for_a_reason(found: list[Int
 
 @given(MACHINES, st.randoms(use_true_random=False))
 def test_the_choice_does_not_depend_on_the_order_of_interfaces(
-    found: list[Interface], chance: object
+    found: list[Interface], chance: Random
 ) -> None:
     shuffled = list(found)
-    chance.shuffle(shuffled)  # type: ignore[attr-defined]
+    chance.shuffle(shuffled)
     assert choose(shuffled).used == choose(found).used

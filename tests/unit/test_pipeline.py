@@ -75,6 +75,14 @@ async def served(broker: ScriptedBroker, **assign: object) -> None:
     await broker.make_ready(assignment(**assign))  # type: ignore[arg-type]
 
 
+async def three_inside(broker: ScriptedBroker, engine: GatedEngine) -> None:
+    """Three prompts have arrived, and the first one stands at the gate."""
+    for number in range(3):
+        await broker.send(prompt_batch(number, slot=number), int32(1, 2, 3))
+    await broker.until(lambda: broker.worker._pipeline.inside == 3)
+    await engine.begun()
+
+
 def test_prompt_and_decodes_give_the_text_of_the_fake_model() -> None:
     async def scenario() -> None:
         broker = ScriptedBroker()
@@ -125,10 +133,7 @@ def test_the_next_ones_arrive_and_the_last_one_leaves_while_one_is_computed() ->
         with opened(engine):
             running = broker.start(lambda: engine)
             await served(broker)
-            for number in range(3):
-                await broker.send(prompt_batch(number, slot=number), int32(1, 2, 3))
-            await broker.until(lambda: broker.worker._pipeline.inside == 3)
-            await engine.begun()
+            await three_inside(broker, engine)
             assert engine.forwards == 0  # the first is being computed: all three arrived meanwhile
             engine.gate.release()
             await engine.begun()
@@ -319,10 +324,7 @@ def test_a_new_epoch_skips_what_was_queued_and_starts_with_empty_slots() -> None
         with opened(engine):
             running = broker.start(lambda: engine)
             await served(broker)
-            for number in range(3):
-                await broker.send(prompt_batch(number, slot=number), int32(1, 2, 3))
-            await broker.until(lambda: broker.worker._pipeline.inside == 3)
-            await engine.begun()
+            await three_inside(broker, engine)
             broker.say(assignment(), 2)
             await broker.until(lambda: broker.worker.machine.state.epoch == 2)
             engine.gate.release()

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from potluck.planner.plan import Demand
-from potluck.tools.plan_view import Column, ms_text, rate_text, render, seconds_text, to_json
+from potluck.planner.words import delay, ms_cell, per_s
+from potluck.tools.plan_view import Column, render, to_json
 from potluck.wire.forecast import ChainForecast, Forecast, StageForecast
 from potluck.wire.messages import PlanView
 
@@ -118,15 +119,15 @@ def test_a_stage_without_room_is_said_to_take_for_ever() -> None:
 
 
 def test_figures_have_the_digits_that_count() -> None:
-    assert [ms_text(s) for s in (0.0, 0.00001, 0.0421, 0.09999, 1.636)] == [
+    assert [ms_cell(s) for s in (0.0, 0.00001, 0.0421, 0.09999, 1.636)] == [
         "0.0",
         "<0.1",
         "42.1",
         "100",
         "1636",
     ]
-    assert [seconds_text(s) for s in (0.414, 12.3)] == ["0.41 s", "12 s"]
-    assert [rate_text(r) for r in (0.614, 12.71, 1234.5)] == ["0.61", "12.7", "1234"]
+    assert [delay(s) for s in (0.414, 12.3)] == ["0.41 s", "12 s"]
+    assert [per_s(r) for r in (0.614, 12.71, 1234.5)] == ["0.61", "12.7", "1234"]
 
 
 def test_json_has_the_demand_and_the_whole_plan() -> None:

@@ -49,6 +49,15 @@ def test_decoding_skips_nothing() -> None:
     assert cost.decode(8)[8, 12] == pytest.approx(cost.decode(8)[4, 8])
 
 
+@pytest.mark.parametrize("cpu_fallback", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_one_run_of_layers_costs_what_the_table_says(rows: int, cpu_fallback: bool) -> None:
+    cost = StageCost(gaming(cpu_fallback=cpu_fallback), replace(model(12), cuts=frozenset({3, 7})), Demand())
+    table = cost.decode(rows)
+    assert [[cost.decode_s(rows, first, end) for end in range(13)] for first in range(13)] == table.tolist()
+    assert 0 < np.isfinite(table).sum() < table.size / 2
+
+
 def test_a_chain_over_a_link_on_which_nobody_answered_takes_for_ever_and_can_still_be_sent() -> None:
     a, b = device("a"), device("b")
     places = [Place(StageCost(a, model(), Demand()), 0, 6), Place(StageCost(b, model(), Demand()), 6, 12)]

@@ -8,7 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from potluck.runtime.address import lan_address, seen_from, split_address
+from potluck.runtime import address
+from potluck.runtime.address import address_towards, seen_from, split_address
 from potluck.runtime.command import Command
 from potluck.runtime.settings import (
     Settings,
@@ -152,4 +153,12 @@ def test_an_endpoint_on_any_address_is_seen_on_the_host_that_was_dialled() -> No
 
 
 def test_the_address_towards_this_machine_is_the_loopback() -> None:
-    assert lan_address("127.0.0.1") == "127.0.0.1"
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_machine_without_a_network_is_dialled_on_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_way(host: str) -> str:
+        raise OSError(f"no way to {host}")
+
+    monkeypatch.setattr(address, "address_towards", no_way)
+    assert address.lan_address() == "127.0.0.1"

@@ -6,8 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import zmq
@@ -127,8 +126,8 @@ def test_a_push_finds_its_peer_when_that_comes_back() -> None:
                 second = transport.pull(first.endpoint)
             except PortInUseError:
                 await asyncio.sleep(0.01)  # the old socket's port is given back by ZeroMQ's own thread
-        heard: Awaitable[list[Any]] = asyncio.ensure_future(second.recv())
-        while not heard.done():  # type: ignore[attr-defined]
+        heard = asyncio.ensure_future(second.recv())
+        while not heard.done():
             await push.send([b"2"])
             await asyncio.sleep(0.001)
         assert bytes((await heard)[0]) == b"2"
