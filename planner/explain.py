@@ -16,7 +16,7 @@ from potluck.planner.exact import Shared
 from potluck.planner.problem import Chain, Problem
 from potluck.planner.refusal import need_bytes
 from potluck.planner.tidy import alike
-from potluck.planner.words import NAMED, gb, listed, ms, ms_figure, per_s, route, seconds
+from potluck.planner.words import NAMED, counted, gb, listed, ms, ms_figure, per_s, route, seconds
 from potluck.wire.forecast import ChainForecast, StageForecast
 
 SLOW_LINK_SHARE = 0.25
@@ -206,7 +206,7 @@ class _Talk:
         saving = abs(self.beside.figure - one.figure)
         gain = f"save {ms(saving)} per token" if self.one else f"give {per_s(saving)} tokens/s"
         return (
-            f"{self._name(one.neighbour)} holds {layers} {'layer' if layers == 1 else 'layers'} only because "
+            f"{self._name(one.neighbour)} holds {counted(layers, 'layer')} only because "
             f"{self._name(one.device)} is full ({taken / 1e9:.1f} of {gb(stage.memory_bytes)}): "
             f"room for one more there would {gain}."
         )
