@@ -119,7 +119,10 @@ class Engine(Protocol):
     name: str
 
     def load(self, spec: LoadSpec) -> Loaded:
-        """Loads the slice and reserves all memory. Raises ModelError, OutOfMemoryError, EngineError."""
+        """Loads the slice and reserves all memory. Raises ModelError, OutOfMemoryError, EngineError.
+
+        It has been run once when this returns, so that the first micro-batch is no slower than others.
+        """
 
     def forward(self, work: Work) -> Output:
         """Runs the spans through the layers. Raises EngineError; a span that does not start where its slot's cache
