@@ -71,6 +71,7 @@ class Health(_Section, frozen=True):
 
     heartbeat_seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
     misses: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    drain_timeout_seconds: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     standby: tuple[str, ...] = ()
 
 
@@ -177,6 +178,7 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         or None,
         "heartbeat": settings.health.heartbeat_seconds,
         "misses": settings.health.misses,
+        "drain_timeout": settings.health.drain_timeout_seconds,
         "log_level": settings.logging.level,
         "log_file": settings.logging.file,
         "log_max_size_mb": settings.logging.max_size_mb if settings.logging.file else None,
