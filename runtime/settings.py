@@ -71,13 +71,8 @@ class Health(_Section, frozen=True):
 
     heartbeat_seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
     misses: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    standby: tuple[str, ...] = ()
-
-
-class Requests(_Section, frozen=True):
-    """How long requests may take."""
-
     drain_timeout_seconds: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+    standby: tuple[str, ...] = ()
 
 
 class Security(_Section, frozen=True):
@@ -109,7 +104,6 @@ class Settings(_Section, frozen=True):
     transport: TransportSettings = TransportSettings()
     compute: Compute = Compute()
     health: Health = Health()
-    requests: Requests = Requests()
     security: Security = Security()
     logging: Logging = Logging()
 
@@ -145,20 +139,13 @@ def parse_settings(raw: Any, source: str) -> Settings:
     return Settings() if raw is None else convert(raw, Settings, source, PAGE)
 
 
-def without_effect(settings: Settings) -> tuple[str, ...]:
-    """Keys that are set and that this version reads but does not act on yet.
-
-    Raises SettingsError for those on which somebody's safety may rest.
-    """
+def check_kept(settings: Settings) -> None:
+    """Raises SettingsError for keys that this version reads but can't keep, and on which somebody's safety may rest."""
     if settings.security != Security():
         raise SettingsError(
             "This version has no TLS, no keys and no API keys yet, so the section security can't be kept.",
             hint="Take the section out, and run Potluck on a network you trust, with the REST API on the loopback.",
         )
-    planned = {
-        "health.standby": bool(settings.health.standby),
-    }
-    return tuple(key for key, is_set in planned.items() if is_set)
 
 
 def defaults_for(settings: Settings) -> dict[str, Any]:
@@ -184,7 +171,8 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         or None,
         "heartbeat": settings.health.heartbeat_seconds,
         "misses": settings.health.misses,
-        "drain_timeout": settings.requests.drain_timeout_seconds,
+        "drain_timeout": settings.health.drain_timeout_seconds,
+        "reserve": list(settings.health.standby) or None,
         "log_level": settings.logging.level,
         "log_file": settings.logging.file,
         "log_max_size_mb": settings.logging.max_size_mb if settings.logging.file else None,
@@ -200,8 +188,7 @@ def config_option(function: Any) -> Any:
         if value is not None:
             settings = load_settings(value)
             context.default_map = {**(context.default_map or {}), **defaults_for(settings)}
-            for key in without_effect(settings):
-                click.echo(f"{context.info_name}: {key} in {value} has no effect in this version.", err=True)
+            check_kept(settings)
         return value
 
     return click.option(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from potluck.stage import hanging
 from potluck.stage.checks import check_batch, phase_of
 from potluck.stage.effects import Effect, ForwardBatch, Report, SendResult, StartCompute
 from potluck.stage.events import (
@@ -80,6 +81,7 @@ class Batches:
         """A micro-batch is computed: on to the next stage, or back to the broker."""
         job, state = event.job, self._state
         self._left_lane(job)
+        hanging.note(state, job, event.compute_s)
         held = state.held.get(job.assign.slice)
         if held is not None:
             held.breaks = 0

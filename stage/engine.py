@@ -1,7 +1,8 @@
 """What a stage asks of an engine, whatever computes: load a slice, run tokens through it, forget tokens, close.
 
-An engine is driven by one thread at a time and knows no socket, epoch or broker. It owns each slot's KV cache; all of
-its memory is reserved by `load`. Engines live in `stage/engines/`; `fake` is deterministic and needs no model.
+An engine is driven by one thread at a time, while others are driven by other threads, and knows no socket, epoch or
+broker. It owns each slot's KV cache; all of its memory is reserved by `load`. Engines live in `stage/engines/`;
+`fake` is deterministic and needs no model.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class Engine(Protocol):
     name: str
 
     def load(self, spec: LoadSpec) -> Loaded:
-        """Loads the slice and reserves all memory. Raises ModelError, OutOfMemoryError, EngineError."""
+        """Loads the slice and reserves all memory. Raises ModelError, OutOfMemoryError, EngineError.
+
+        The first micro-batch must be no slower than others: an engine that warms up does so before this returns.
+        """
 
     def forward(self, work: Work) -> Output:
         """Runs the spans through the layers. Raises EngineError; a span that does not start where its slot's cache

@@ -1,15 +1,16 @@
 """The stage's core: events in, effects out. Knows no socket, clock or thread. Pure.
 
 It decides which epoch is valid, what follows from the broker's words, and when the stage ends. When to register and to
-beat is left to `membership`, what is held and loaded to `loading`, how long to stay to `leaving`, what becomes of
-micro-batches to `batches`, how a slice is loaded to `holder`, what the layers make of a micro-batch to `batch`, frames
-and queues to `pipeline`.
+beat is left to `membership`, what is held and loaded to `loading`, how long to stay to `leaving`, what counts as hung
+to `hanging`, what becomes of micro-batches to `batches`, how a slice is loaded to `holder`, what the layers make of a
+micro-batch to `batch`, frames and queues to `pipeline`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from potluck.stage import hanging
 from potluck.stage.batches import Batches
 from potluck.stage.checks import check_assign
 from potluck.stage.effects import (
@@ -250,7 +251,7 @@ class StageMachine:
         """The engine does not come back, and its thread can't be ended without the process."""
         error = self.me.placed(
             EngineHangsError(
-                f"The engine hangs: what it computes was given up by the broker {self.hang_s:g} s ago.",
+                f"The engine hangs: what it still computes was given up by the broker {self.hang_s:g} s ago or more.",
                 hint="Only a new process helps. If that hangs, too: try --threads 1, or --max-vram-gb 0.",
             ),
             Phase.SERVE,
@@ -284,7 +285,7 @@ class StageMachine:
                 yield SendControl(wanted.outcome, wanted.epoch)
             return
         yield from self._forget_assignment()
-        self._watch_lane()
+        hanging.watch(self.state, self._now, self.hang_s)
         state.epoch, state.spoken, state.sums = event.epoch, True, Sums()
         state.wanted = wanted = Assignment(event.epoch, event.assign)
         state.spared = frozenset()
@@ -311,7 +312,7 @@ class StageMachine:
         if state.wanted is not None and state.wanted.slice in state.held:
             state.spared = frozenset({state.wanted.slice})
         yield from self._forget_assignment()
-        self._watch_lane()
+        hanging.watch(self.state, self._now, self.hang_s)
         state.epoch, state.spoken, state.sums = event.epoch, True, Sums()
         self._tell(f"epoch {event.epoch}", event.cause, "released")
         yield Report("info", "Nothing to serve, standing by.")
@@ -321,13 +322,6 @@ class StageMachine:
         """Whether the broker's word on this epoch is the first one, and of no older epoch."""
         state = self.state
         return state.broker.joined and (epoch > state.epoch or (epoch == state.epoch and not state.spoken))
-
-    def _watch_lane(self) -> None:
-        """What the compute lane still does is of an epoch that is over: it has to end soon."""
-        state = self.state
-        for work in (*state.running, state.clearing):
-            if work is not None and work.due_s is None:
-                work.due_s = self._now + self.hang_s
 
     def _forget_assignment(self) -> Iterator[Effect]:
         if self.state.wanted is not None:

@@ -37,7 +37,7 @@ class StageSettings:
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     """How long a stage that was asked to leave serves on until the broker can do without it; 0: not at all."""
     hang_s: float = HANG_S
-    """How long the engine may go on with what is of an older epoch, before the process is taken for hung."""
+    """How long the engine may go on with what is of an older epoch before it counts as hung, more on a slow device."""
     send_timeout_s: float = 5.0
     """How long a result waits for a next stage that takes nothing, before it is dropped."""
     close_timeout_s: float = 5.0

@@ -117,7 +117,7 @@ class Running:
 
     job: Job
     due_s: float | None = None
-    """Since a newer epoch: when it counts as hanging."""
+    """When it counts as hanging, once its epoch is over."""
 
 
 @dataclass(slots=True)
@@ -214,6 +214,8 @@ class StageState:
     clearing: Clearing | None = None
     running: list[Running] = field(default_factory=list)
     """In the order the compute lane got them."""
+    slowest_token_s: float = 0.0
+    """Seconds per token of the slowest micro-batch so far."""
     sums: Sums = field(default_factory=Sums)
     stopped: bool = False
 

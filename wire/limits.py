@@ -36,6 +36,8 @@ LAYERS = 4_096
 USERS = 65_536
 SLICES = 64
 """Slices that one stage is asked to hold besides what it serves."""
+MIRRORS = 4
+"""Stages that one stage is asked to copy its slots to."""
 JOBS = 1_000
 """Jobs in one answer."""
 JOB_WAIT_S = 60

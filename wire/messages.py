@@ -161,6 +161,8 @@ class Ready(Body, frozen=True):
     weights_bytes: Count
     kv_bytes: Count = 0
     compute_bytes: Count = 0
+    kept: bool = False
+    """Whether its slots hold what the Assign's `keep` names; otherwise they are empty."""
 
 
 class StageFailed(Body, frozen=True):
@@ -221,6 +223,17 @@ class PrepareFailed(Body, frozen=True):
     error: ErrorInfo
 
 
+class Copied(Body, frozen=True):
+    """The stage holds a copy of a slot in a slice that it keeps for others."""
+
+    slice: Slice
+    slot: Slot
+    tokens: Position
+    """How many the copy holds."""
+    batch: Count
+    """The micro-batch after which it was taken."""
+
+
 class Obituary(Body, frozen=True):
     """What a stage died of, from the witness that the stage left on its machine for that."""
 
@@ -245,6 +258,13 @@ class Refused(Body, frozen=True):
     error: ErrorInfo
 
 
+class Keep(Row, frozen=True):
+    """The first `tokens` tokens of a slot are kept."""
+
+    slot: Slot
+    tokens: Position
+
+
 class Assign(Body, frozen=True):
     """Layers [first, end) of a model for the epoch in the header, and where the results go."""
 
@@ -266,6 +286,8 @@ class Assign(Body, frozen=True):
     exact: bool = False
     gpu_layers: Layer = 0
     """Of the layers, the last ones, for the GPU."""
+    keep: Annotated[tuple[Keep, ...], Meta(max_length=limits.SLOTS)] = ()
+    """Slots whose first tokens it holds from an earlier epoch, or as copies. All others are to be empty."""
 
     @property
     def slice(self) -> Slice:
@@ -299,6 +321,12 @@ class Prepare(Body, frozen=True):
     number: Count
     """Grows with every Prepare of a broker."""
     slices: Annotated[tuple[Slice, ...], Meta(max_length=limits.SLICES)] = ()
+
+
+class Mirror(Body, frozen=True):
+    """Copy the slots of the epoch in the header to these data sockets, as far as that disturbs nobody. None: stop."""
+
+    endpoints: Annotated[tuple[Endpoint, ...], Meta(max_length=limits.MIRRORS)] = ()
 
 
 class Farewell(Body, frozen=True):
@@ -656,6 +684,21 @@ class MicroBatch(Body, frozen=True):
         return sum(span.wants for span in self.spans)
 
 
+class SlotCopy(Body, frozen=True):
+    """What a stage holds of one slot, for another one that keeps the same slice.
+
+    Array 0: the slot's KV cache as the engine writes it. Array 1: the tokens that the sampler has seen, int32[k]; none
+    where the slice is not the last.
+    """
+
+    slice: Slice
+    slot: Slot
+    tokens: Position
+    """How many the slot holds."""
+    batch: Count
+    """The micro-batch after which it was taken."""
+
+
 class Ping(Body, frozen=True):
     """To be answered with Pong at once, at the sender's data socket. Array 0: bytes that nobody reads."""
 
@@ -693,32 +736,33 @@ class BatchFailed(Body, frozen=True):
 
 Message: TypeAlias = (
     Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
-    | Leave | Prepared | PrepareFailed | Obituary
-    | Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell
+    | Leave | Prepared | PrepareFailed | Obituary | Copied
+    | Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell | Mirror
     | Submit | Cancel | StateQuery | PlanQuery | SubmitJob | JobQuery | JobsQuery | ForgetJob | Drain
     | Accepted | Delta | Finished | Rejected | StateView | PlanView | JobView | JobsView | Draining
-    | MicroBatch | BatchDone | BatchFailed | Ping | Pong
+    | MicroBatch | BatchDone | BatchFailed | Ping | Pong | SlotCopy
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
     1: Register, 2: Heartbeat, 3: Progress, 4: Ready, 5: StageFailed, 6: Goodbye,
-    7: Measured, 8: MeasureFailed, 9: Probed, 10: Leave, 11: Prepared, 12: PrepareFailed, 13: Obituary,
-    16: Welcome, 17: Refused, 18: Assign, 19: Release, 20: Measure, 21: Probe, 22: Prepare, 23: Farewell,
+    7: Measured, 8: MeasureFailed, 9: Probed, 10: Leave, 11: Prepared, 12: PrepareFailed, 13: Obituary, 14: Copied,
+    16: Welcome, 17: Refused, 18: Assign, 19: Release, 20: Measure, 21: Probe, 22: Prepare, 23: Farewell, 24: Mirror,
     32: Submit, 33: Cancel, 34: StateQuery, 35: PlanQuery, 36: SubmitJob, 37: JobQuery, 38: JobsQuery, 39: ForgetJob,
     40: Drain,
     48: Accepted, 49: Delta, 50: Finished, 51: Rejected, 52: StateView, 53: PlanView, 54: JobView, 55: JobsView,
     56: Draining,
-    64: MicroBatch, 65: BatchDone, 66: BatchFailed, 67: Ping, 68: Pong,
+    64: MicroBatch, 65: BatchDone, 66: BatchFailed, 67: Ping, 68: Pong, 69: SlotCopy,
 }  # fmt: skip
 KIND_OF: dict[type, int] = {message: kind for kind, message in KINDS.items()}
 
-_ARRAYS: dict[type, tuple[int, int]] = {MicroBatch: (1, 2), BatchDone: (1, 1), Ping: (1, 1)}
+_ARRAYS: dict[type, tuple[int, int]] = {MicroBatch: (1, 2), BatchDone: (1, 1), Ping: (1, 1), SlotCopy: (2, 2)}
 _BODY_LIMIT: dict[type, int] = {
     MicroBatch: limits.DATA_BODY_BYTES,
     BatchDone: limits.DATA_BODY_BYTES,
     BatchFailed: limits.DATA_BODY_BYTES,
     Ping: limits.DATA_BODY_BYTES,
     Pong: limits.DATA_BODY_BYTES,
+    SlotCopy: limits.DATA_BODY_BYTES,
 }
 
 
@@ -769,13 +813,80 @@ def int32_array(raw: Buffer, count: int) -> np.ndarray[tuple[int], np.dtype[np.i
 
 
 __all__ = [
-    "KINDS", "KIND_OF", "Accepted", "Assign", "BatchDone", "BatchFailed", "BatchId", "Cancel", "Capabilities",
-    "ChainId", "ChatMessage", "Delta", "DeviceName", "Drain", "Draining", "Envelope", "ErrorInfo", "Farewell",
-    "Finished", "ForgetJob", "Goodbye", "Heartbeat", "Hop", "HopSums", "JobQuery", "JobView", "JobsQuery", "JobsView",
-    "Leave", "LinkView", "Measure", "MeasureFailed", "Measured", "Message", "MicroBatch", "ModelRef", "Obituary",
-    "Ping", "PlanQuery", "PlanView", "Pong", "Prepare", "PrepareFailed", "Prepared", "Probe", "Probed", "Progress",
-    "Ready", "Refused", "Register", "Rejected", "Release", "RequestId", "Slice", "SlotId", "SlotSampling", "Span",
-    "StageCounters", "StageFailed", "StageId", "StageView", "StateQuery", "StateView", "Submit", "SubmitJob",
-    "Timings", "Trim", "Usage", "Welcome", "decode", "encode",
+    "KINDS",
+    "KIND_OF",
+    "Accepted",
+    "Assign",
+    "BatchDone",
+    "BatchFailed",
+    "BatchId",
+    "Cancel",
+    "Capabilities",
+    "ChainId",
+    "ChatMessage",
+    "Copied",
+    "Delta",
+    "DeviceName",
+    "Drain",
+    "Draining",
+    "Envelope",
+    "ErrorInfo",
+    "Farewell",
+    "Finished",
+    "ForgetJob",
+    "Goodbye",
+    "Heartbeat",
+    "Hop",
+    "HopSums",
+    "JobQuery",
+    "JobView",
+    "JobsQuery",
+    "JobsView",
+    "Keep",
+    "Leave",
+    "LinkView",
+    "Measure",
+    "MeasureFailed",
+    "Measured",
+    "Message",
+    "MicroBatch",
+    "Mirror",
+    "ModelRef",
+    "Obituary",
+    "Ping",
+    "PlanQuery",
+    "PlanView",
+    "Pong",
+    "Prepare",
+    "PrepareFailed",
+    "Prepared",
+    "Probe",
+    "Probed",
+    "Progress",
+    "Ready",
+    "Refused",
+    "Register",
+    "Rejected",
+    "Release",
+    "RequestId",
+    "Slice",
+    "SlotCopy",
+    "SlotId",
+    "SlotSampling",
+    "Span",
+    "StageCounters",
+    "StageFailed",
+    "StageId",
+    "StageView",
+    "StateQuery",
+    "StateView",
+    "Submit",
+    "SubmitJob",
+    "Timings",
+    "Trim",
+    "Usage",
+    "Welcome",
+    "decode",
+    "encode",
     "int32_array",
 ]  # fmt: skip

@@ -49,16 +49,23 @@ def tiled_products() -> bool:
         return False
 
 
+class _Ear(threading.local):
+    """What llama.cpp says, by thread: one may load a slice while another one computes."""
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=8)
+        self.captured: list[str] | None = None
+        self.line = ""
+        self.level = 0
+
+
 class Library:
     """The loaded libraries. `api` is the module llama_cpp.llama_cpp; `base` is libggml-base."""
 
     def __init__(self) -> None:
         self.computed_tiled: bool | None = None
         """Whether the first product of this process was made with tiling on; None before it."""
-        self._recent: deque[str] = deque(maxlen=8)
-        self._captured: list[str] | None = None
-        self._line = ""
-        self._line_level = 0
+        self._ear = _Ear()
         try:
             self.api: Any = importlib.import_module("llama_cpp.llama_cpp")
             extensions: Any = importlib.import_module("llama_cpp._ctypes_extensions")
@@ -92,38 +99,40 @@ class Library:
         return "LLAMAFILE = 1" in self.features
 
     def last_error(self) -> str:
-        """llama.cpp's most recent error, or an empty text."""
-        return self._recent[-1] if self._recent else ""
+        """llama.cpp's most recent error in this thread, or an empty text."""
+        return self._ear.errors[-1] if self._ear.errors else ""
 
     def errors(self) -> str:
-        """llama.cpp's recent errors, oldest first, or an empty text."""
-        return " | ".join(self._recent)
+        """llama.cpp's recent errors in this thread, oldest first, or an empty text."""
+        return " | ".join(self._ear.errors)
 
     @contextmanager
     def capture(self) -> Iterator[list[str]]:
-        """Every log line written inside the block; errors from before it are forgotten."""
-        self._recent.clear()
+        """Every log line that this thread writes inside the block; its errors from before are forgotten."""
+        ear = self._ear
+        ear.errors.clear()
         lines: list[str] = []
-        self._captured = lines
+        ear.captured = lines
         try:
             yield lines
         finally:
-            self._captured = None
+            ear.captured = None
 
     def _heard(self, level: int, text: bytes, _user: object) -> None:
         """Called by llama.cpp, from any of its threads: pieces of lines, ended by a newline."""
+        ear = self._ear
         if level != _LEVEL_CONTINUED:
-            self._line_level = level
-        self._line += text.decode(errors="replace") if text else ""
-        if not self._line.endswith("\n"):
+            ear.level = level
+        ear.line += text.decode(errors="replace") if text else ""
+        if not ear.line.endswith("\n"):
             return
-        line, self._line = self._line.strip(), ""
+        line, ear.line = ear.line.strip(), ""
         if not line:
             return
-        if self._line_level == _LEVEL_ERROR:
-            self._recent.append(line)
-        if self._captured is not None:
-            self._captured.append(line)
+        if ear.level == _LEVEL_ERROR:
+            ear.errors.append(line)
+        if ear.captured is not None:
+            ear.captured.append(line)
         _log.debug("%s", line)
 
 

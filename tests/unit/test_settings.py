@@ -13,11 +13,11 @@ from potluck.runtime.address import address_towards, seen_from, split_address
 from potluck.runtime.command import Command
 from potluck.runtime.settings import (
     Settings,
+    check_kept,
     config_option,
     defaults_for,
     load_settings,
     parse_settings,
-    without_effect,
 )
 from potluck.wire.errors import SettingsError
 
@@ -66,13 +66,11 @@ def test_a_huge_file_is_no_settings_file(tmp_path: Path) -> None:
 def test_security_that_does_not_exist_yet_is_not_promised() -> None:
     settings = parse_settings({"security": {"tls_enabled": True}}, "x.yaml")
     with pytest.raises(SettingsError, match="no TLS"):
-        without_effect(settings)
+        check_kept(settings)
 
 
-def test_settings_without_effect_are_named() -> None:
-    raw = {"health": {"standby": ["a"]}, "resources": {"max_memory_gb": 4}, "node": {"name": "a"}}
-    assert without_effect(parse_settings(raw, "x.yaml")) == ("health.standby",)
-    assert without_effect(Settings()) == ()
+def test_devices_on_standby_are_the_brokers_reserve() -> None:
+    assert defaults_for(parse_settings({"health": {"standby": ["a"]}}, "x.yaml")) == {"reserve": ["a"]}
 
 
 def test_only_what_is_set_becomes_a_default() -> None:

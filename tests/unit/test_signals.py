@@ -1,4 +1,4 @@
-"""The first Ctrl-C asks, the second one insists; one that comes doubled is one."""
+"""The first Ctrl-C asks, the next one insists, then the process ends; one that comes doubled is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import asyncio
+import asyncio, sys
 from potluck.runtime.loop import run
 from potluck.runtime.signals import ONE_SIGNAL_S, stop_signals
 
@@ -18,7 +18,13 @@ async def main():
     def stop(number):
         print("asked by", number.name, flush=True)
         loop.call_later(ONE_SIGNAL_S + 0.1, lambda: print("a moment later", flush=True))
-    with stop_signals(stop):
+    def insist(number):
+        print("told by", number.name, flush=True)
+        loop.call_later(ONE_SIGNAL_S + 0.1, lambda: print("a moment later", flush=True))
+        todo.append(number)
+        return len(todo) == 1
+    todo = []
+    with stop_signals(stop, *([insist] if sys.argv[1:] else [])):
         print("ready", flush=True)
         await asyncio.sleep(60)
 
@@ -27,11 +33,15 @@ run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_a_doubled_one_is_one_and_a_later_one_ends_the_process(
-    number: signal.Signals,
+@pytest.mark.parametrize("insists", [True, False])
+def test_the_first_signal_asks_a_doubled_one_is_one_and_later_ones_insist_as_long_as_there_is_something_to_insist_on(
+    number: signal.Signals, insists: bool
 ) -> None:
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", PROGRAM, *["insist"] * insists],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as program:
         assert program.stdout is not None
         assert program.stderr is not None
@@ -42,6 +52,11 @@ def test_the_first_signal_asks_a_doubled_one_is_one_and_a_later_one_ends_the_pro
             program.send_signal(number)
             assert program.stdout.readline() == "a moment later\n"
             program.send_signal(number)
+            if insists:
+                assert program.stdout.readline() == f"told by {number.name}\n"
+                program.send_signal(number)
+                assert program.stdout.readline() == "a moment later\n"
+                program.send_signal(number)
             assert program.wait(20) == 128 + number
             assert program.stderr.read() == "Stopped at once.\n"
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from potluck.stage.effects import Disconnect, Exit, Report, SendControl
@@ -200,6 +202,32 @@ def test_a_long_micro_batch_of_the_epoch_that_serves_is_none_of_the_stages_busin
     core.job(prompt_batch(1), int32(1, 2, 3))
     core.now = 1000.0
     assert [type(message) for message in sent(core.do(TimePassed(cause="timer")))] == [Heartbeat]
+
+
+def slow(core: Core) -> None:
+    """The device takes 20 s for a token."""
+    core.job(prompt_batch(1, tokens=1), int32(1))
+    job = core.machine.state.running[0].job
+    core.do(BatchComputed(cause="batch", job=job, computed=Computed((b"",)), compute_s=20.0, wait_s=0.0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pace", "allowed_s"), [(1, None, 15.0), (16, None, 15.0), (3, slow, 180.0)]
+)
+def test_a_slow_device_is_not_taken_for_hung(
+    tokens: int, pace: Callable[[Core], None] | None, allowed_s: float
+) -> None:
+    core = Core()
+    core.serve()
+    if pace is not None:
+        pace(core)
+    core.job(prompt_batch(2, tokens=tokens), int32(*range(tokens)))
+    core.job(prompt_batch(3, tokens=1, slot=1), int32(1))
+    core.assign(2)
+    core.now = allowed_s - 1.0
+    assert not any(isinstance(effect, Exit) for effect in core.do(TimePassed(cause="timer")))
+    core.now = allowed_s
+    assert isinstance(core.do(TimePassed(cause="timer"))[-1], Exit)
 
 
 def test_an_engine_that_comes_back_in_time_is_not_taken_for_hung() -> None:
