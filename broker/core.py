@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from potluck.broker.config import BrokerConfig
-from potluck.broker.state import BrokerState, Chain, Stage, StageStatus
+from potluck.broker.state import BrokerState, Chain, Seat, Stage, StageStatus
 from potluck.model.vocabulary import Vocabulary
 from potluck.planner.plan import ChainPlan, ModelShape, Network, Plan, Planner
 from potluck.wire.errors import PotluckError
@@ -24,6 +24,14 @@ class Move:
     """What has to be held by whom."""
     since_s: float
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A chain that has ended because of a loss, and what its stages still hold."""
+
+    plan: ChainPlan
+    seats: tuple[Seat, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class Core:
     """That the planner was asked."""
     moving: bool = False
     """Whether the chains that are to serve next will do so soon: new requests wait for them."""
-    broken: list[ChainPlan] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
     """Chains that have ended because of a loss and are still to be replaced."""
     question: Question | None = None
     """What the planner is busy with."""

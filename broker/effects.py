@@ -13,6 +13,7 @@ from potluck.wire.messages import (
     Farewell,
     Measure,
     MicroBatch,
+    Mirror,
     Prepare,
     Probe,
     Refused,
@@ -29,7 +30,7 @@ class SendToStage:
     """Send a control message to a stage."""
 
     stage: StageId
-    message: Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell
+    message: Welcome | Refused | Assign | Release | Measure | Probe | Prepare | Farewell | Mirror
     epoch: Epoch
 
 

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from potluck.planner.plan import Plan
 from potluck.wire.errors import PotluckError
-from potluck.wire.ids import BatchId, DeviceName, Epoch, RequestId, StageId
+from potluck.wire.ids import BatchId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
-from potluck.wire.messages import Hop, StageCounters
+from potluck.wire.messages import Hop, Slice, StageCounters
 from potluck.wire.sampling import Sampling, TokenLogprobs
 
 
@@ -64,6 +64,8 @@ class StageLoaded(Event):
     weights_bytes: int
     kv_bytes: int = 0
     compute_bytes: int = 0
+    kept: bool = False
+    """Whether its slots hold what it was told to keep; otherwise they are empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,17 @@ class StageNotPrepared(Event):
     number: int
     index: int
     error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCopied(Event):
+    """A stage holds a copy of a slot of a stage that serves."""
+
+    stage: StageId
+    slice: Slice
+    slot: SlotId
+    tokens: int
+    batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +239,7 @@ class TimePassed(Event):
 BrokerEvent: TypeAlias = (
     StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
-    | PlanComputed | PlanNotFound | StagePrepared | StageNotPrepared | StageLeaves | DrainAsked | DrainEnded
+    | PlanComputed | PlanNotFound | StagePrepared | StageNotPrepared | SlotCopied
+    | StageLeaves | DrainAsked | DrainEnded
     | RequestSubmitted | RequestCancelled | BatchReturned | BatchBroke | CloseAsked | TimePassed
 )  # fmt: skip

@@ -69,7 +69,7 @@ def ask(core: Core, stage: Stage, slices: tuple[Slice, ...]) -> Iterator[Effect]
     active = serves(stage)
     core.state.next_prepare += 1
     stage.prepare, stage.listed = core.state.next_prepare, slices
-    stage.held = {held for held in stage.held if held == active or held in slices}
+    _still_holds(stage, {held for held in stage.held if held == active or held in slices})
     stage.owed = set(range(len(slices)))
     yield tell(core, stage)
 
@@ -83,7 +83,13 @@ def tell(core: Core, stage: Stage) -> SendToStage:
 def assigned(stage: Stage) -> None:
     """Notes what an Assign leaves loaded there."""
     active = serves(stage)
-    stage.held = {held for held in stage.held if held == active or held in stage.listed}
+    _still_holds(stage, {held for held in stage.held if held == active or held in stage.listed})
+    stage.copies = {key: copy for key, copy in stage.copies.items() if key[0] != active}
+
+
+def _still_holds(stage: Stage, slices: set[Slice]) -> None:
+    stage.held = slices
+    stage.copies = {key: copy for key, copy in stage.copies.items() if key[0] in slices}
 
 
 def prepared(core: Core, event: StagePrepared) -> Iterator[Effect]:

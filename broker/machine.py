@@ -7,6 +7,7 @@ in `serving`, how it all ends in `closing`, what happens when nothing else does 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from potluck.broker import (
@@ -16,6 +17,7 @@ from potluck.broker import (
     holding,
     measuring,
     members,
+    mirroring,
     planning,
     serving,
     switching,
@@ -36,6 +38,7 @@ from potluck.broker.events import (
     PlanNotFound,
     RequestCancelled,
     RequestSubmitted,
+    SlotCopied,
     StageBeat,
     StageBroke,
     StageLeaves,
@@ -151,7 +154,9 @@ class BrokerMachine:
             case PlanNotFound():
                 return planning.not_found(core, event)
             case StagePrepared():
-                return holding.prepared(core, event)
+                return itertools.chain(holding.prepared(core, event), mirroring.arrange(core))
+            case SlotCopied():
+                return mirroring.copied(core, event)
             case StageNotPrepared():
                 return holding.not_prepared(core, event)
             case StageLeaves():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import holding, liveness, measuring, plans
+from potluck.broker import holding, liveness, measuring, mirroring, plans
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -116,10 +116,13 @@ def loaded(core: Core, event: StageLoaded) -> Iterator[Effect]:
     stage.status, stage.weights_bytes, stage.detail = StageStatus.READY, event.weights_bytes, ""
     stage.load_s, stage.kv_bytes, stage.compute_bytes = event.load_s, event.kv_bytes, event.compute_bytes
     chain.ready.add(stage.stage)
+    chain.kept = chain.kept and (event.kept or not stage.assign.keep)
     stage.held.add(stage.assign.slice)
     core.tell(event.stage, event.cause, f"ready after {event.load_s:.1f} s")
     yield Report("info", f"{stage.device} is ready ({event.load_s:.1f} s).")
     if chain.ready == set(chain.stages):
+        if not chain.kept:
+            mirroring.stand_up(core, chain)
         chain.open, core.last_error, core.moving = True, None, False
         yield OpenChain(chain.chain, chain.epoch, core.state.stages[chain.stages[0]].endpoint)
         yield Report("info", f"Chain {chain.chain} serves.")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from potluck.broker import draining, holding, measuring, moves, standby, switching, takeover
+from potluck.broker import draining, holding, measuring, mirroring, moves, standby, switching, takeover
 from potluck.broker.core import Core, Question
 from potluck.broker.effects import ComputePlan, Effect, Report
 from potluck.broker.events import PlanComputed, PlanNotFound
-from potluck.broker.state import Chain, Stage
+from potluck.broker.state import Chain, Seat, Stage
 from potluck.planner.plan import Candidate, ChainPlan, ModelShape, Network, Plan, Planner
 from potluck.wire.errors import PlanError
 from potluck.wire.ids import StageId
@@ -40,12 +40,14 @@ def _mend(core: Core, cause: str) -> Iterator[Effect]:
     yield from switching.give_up(core, cause, "a chain broke")
     chains: list[ChainPlan] = []
     reasons: list[str] = []
+    seats: dict[ChainPlan, dict[Seat, int]] = {}
     for old in broken:
         taken = {place.stage for chain in chains for place in chain.stages}
         free = [stage for stage in core.free() if stage.stage not in taken and not stage.suspect]
-        after = _after(core, old, free, alone=not core.state.chains)
+        after = _after(core, old.plan, free, alone=not core.state.chains)
         chains += after
-        reasons += [_change(old, chain) for chain in after]
+        reasons += [_change(old.plan, chain) for chain in after]
+        seats |= {chain: mirroring.kept(core, old, chain) for chain in after if len(after) == 1}
     if chains:
         in_force = tuple(chain.plan for chain in core.state.chains.values())
         core.plan = Plan((*in_force, *chains), tuple(reasons))
@@ -55,7 +57,7 @@ def _mend(core: Core, cause: str) -> Iterator[Effect]:
             for chain in chains
             for place in chain.stages
         )
-        yield from switching.open_chains(core, chains, reasons, cause)
+        yield from switching.open_chains(core, chains, reasons, cause, seats)
     elif core.state.chains:
         yield Report(
             "warning", "Nobody can take the place of what is lost; the other chains take its requests."
@@ -120,6 +122,7 @@ def computed(core: Core, event: PlanComputed) -> Iterator[Effect]:
         yield from _weigh(core, question, event)
         if not _under_way(core):
             yield from standby.arrange(core)
+            yield from mirroring.arrange(core)
 
 
 def not_found(core: Core, event: PlanNotFound) -> Iterator[Effect]:
@@ -154,10 +157,11 @@ def _improve(core: Core, usable: list[Stage], cause: str) -> Iterator[Effect]:
     if any(request.replaying for request in core.state.requests.values()):
         core.ask_for_plan(core.config.settle_s)  # whoever waits for the next token comes first
         return
-    if core.may_change():
+    if usable and core.may_change():
         yield from _better(core, usable)
     if not _under_way(core) and core.question is None:
         yield from standby.arrange(core)
+        yield from mirroring.arrange(core)
 
 
 def _under_way(core: Core) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import holding, recovery
-from potluck.broker.core import Core
+from potluck.broker import holding, mirroring, recovery
+from potluck.broker.core import Broken, Core
 from potluck.broker.effects import (
     CloseChain,
     Effect,
@@ -19,12 +19,13 @@ from potluck.broker.state import Chain, Stage, StageStatus
 from potluck.wire.messages import (
     Assign,
     HopSums,
+    Keep,
     StageCounters,
 )
 
 
-def assign(core: Core, chain: Chain) -> Iterator[Effect]:
-    """Tells every stage of a chain what it is to hold."""
+def assign(core: Core, chain: Chain, keep: tuple[Keep, ...] = ()) -> Iterator[Effect]:
+    """Tells every stage of a chain what it is to hold, and what it is to `keep` of what it holds."""
     places = chain.plan.stages
     for index, place in enumerate(places):
         stage = core.state.stages[place.stage]
@@ -51,7 +52,9 @@ def assign(core: Core, chain: Chain) -> Iterator[Effect]:
             activation=core.config.activation,
             exact=core.config.exact,
             gpu_layers=place.gpu_layers,
+            keep=keep,
         )
+        stage.mirrors = ()
         stage.epoch = chain.epoch
         holding.assigned(stage)
         yield ask_to_load(core, stage)
@@ -89,10 +92,11 @@ def break_chain_of(core: Core, stage: Stage, cause: str, why: str) -> Iterator[E
         yield from end_broken(core, chain, cause, why)
 
 
-def end_broken(core: Core, chain: Chain, cause: str, why: str) -> Iterator[Effect]:
-    """Ends a chain that can't go on; what follows it is due at once."""
+def end_broken(core: Core, chain: Chain, cause: str, why: str, *, holds: bool = True) -> Iterator[Effect]:
+    """Ends a chain that can't go on; what follows it is due at once. Unless it `holds`, its caches are not known."""
+    seats = mirroring.seats(core, chain) if holds else ()
     yield from close(core, chain, cause, why)
-    core.broken.append(chain.plan)
+    core.broken.append(Broken(chain.plan, seats))
     core.moving = False
     core.ask_for_plan(0.0)
 

@@ -130,7 +130,7 @@ def release_slot(state: BrokerState, request: Request) -> None:
         if request.sent > 0:
             chain.dirty.add(SlotId(request.slot))
     request.chain = request.slot = None
-    request.sent = 0
+    request.sent = request.done = 0
 
 
 def fail(state: BrokerState, request: Request, error: PotluckError) -> RequestFailed:

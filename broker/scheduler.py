@@ -31,16 +31,17 @@ class _Draft:
     def add(self, chain: Chain, request: Request, count: int) -> None:
         """Puts the request's next `count` tokens in."""
         assert request.slot is not None
-        if request.sent == 0:
-            if request.slot in chain.dirty:
+        if not request.settled:
+            request.settled = True
+            if request.sent == 0 and request.slot in chain.dirty:
                 self.trims.append(Trim(request.slot, 0))
                 chain.dirty.discard(request.slot)
             self.samplings.append(SlotSampling(request.slot, request.sampling))
         wants = 1 if count == request.rest else 0
         self.spans.append(Span(request.slot, request.sent, count, wants))
         self.tokens.extend(request.tokens[request.sent : request.sent + count])
-        self.entries.append(Entry(request.slot, request.request, wants))
         request.sent += count
+        self.entries.append(Entry(request.slot, request.request, wants, request.sent))
 
 
 def admit(state: BrokerState, now: float) -> list[tuple[Chain, RequestId]]:
@@ -65,7 +66,7 @@ def admit(state: BrokerState, now: float) -> list[tuple[Chain, RequestId]]:
         name, _ = state.waiting.popitem(last=False)
         request = state.requests[name]
         slot = chain.slots.index(None)
-        request.chain, request.slot, request.sent = chain.chain, SlotId(slot), 0
+        request.sit(chain.chain, SlotId(slot), 0, state.next_batch)
         if request.started_s is None:
             request.started_s = now
         chain.slots[slot] = name

@@ -42,6 +42,7 @@ from potluck.broker.events import (
     PlanComputed,
     PlanNotFound,
     RequestSubmitted,
+    SlotCopied,
     StageBeat,
     StageBroke,
     StageLeaves,
@@ -79,12 +80,13 @@ from potluck.wire.errors import (
     WireError,
 )
 from potluck.wire.frames import Buffer
-from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, StageId
+from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, SlotId, StageId
 from potluck.wire.measures import LinkTiming
 from potluck.wire.messages import (
     BatchDone,
     BatchFailed,
     Cancel,
+    Copied,
     Drain,
     Envelope,
     ErrorInfo,
@@ -121,7 +123,7 @@ log = logging.getLogger("potluck.broker")
 CONTROL: frozenset[type] = frozenset(
     {
         Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Measured, MeasureFailed, Probed,
-        Leave, Prepared, PrepareFailed, Submit, Cancel, StateQuery, PlanQuery, Drain,
+        Leave, Prepared, PrepareFailed, Copied, Submit, Cancel, StateQuery, PlanQuery, Drain,
         SubmitJob, JobQuery, JobsQuery, ForgetJob,
     }
 )  # fmt: skip
@@ -412,6 +414,7 @@ class BrokerServer:
                     weights_bytes=message.weights_bytes,
                     kv_bytes=message.kv_bytes,
                     compute_bytes=message.compute_bytes,
+                    kept=message.kept,
                 )
             case StageFailed():
                 return StageBroke(cause=cause, stage=stage, epoch=epoch, error=message.error.restore())
@@ -438,6 +441,10 @@ class BrokerServer:
                     number=message.number,
                     index=message.index,
                     error=message.error.restore(),
+                )
+            case Copied(slice_, slot, tokens, batch):
+                return SlotCopied(
+                    cause=cause, stage=stage, slice=slice_, slot=SlotId(slot), tokens=tokens, batch=batch
                 )
             case Leave():
                 return StageLeaves(cause=cause, stage=stage, reason=message.reason or "it was stopped")

@@ -105,6 +105,9 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         hop_costs.note(core, chain, flight, event.hops)
     at = 0
     for entry in flight.entries:
+        owner = core.state.requests.get(entry.request)
+        if owner is not None and event.batch >= owner.since_batch:
+            owner.done = entry.until
         if entry.wants == 0:
             continue
         token = event.tokens[at]
@@ -141,7 +144,7 @@ def batch_broke(core: Core, event: BatchBroke) -> Iterator[Effect]:
         if stage.breaks >= MAX_BREAKS and not stage.broke_with:  # else it may be that one request's fault
             stage.status, stage.error, stage.detail = StageStatus.FAILED, event.error, event.error.what
     yield Report("warning", f"Chain {chain.chain} is broken: {event.error.what}")
-    yield from plans.end_broken(core, chain, event.cause, event.error.what)
+    yield from plans.end_broken(core, chain, event.cause, event.error.what, holds=False)
     for name in sorted(hit):
         request = core.state.requests.get(name)
         if request is not None and event.batch >= request.born:

@@ -51,6 +51,27 @@ class Mean:
     count: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a stage holds of another one's slot."""
+
+    tokens: int
+    batch: int
+    """The micro-batch after which it was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A request in a slot of a chain that has ended."""
+
+    slot: SlotId
+    request: RequestId
+    tokens: int
+    """That all the chain's stages hold of it."""
+    since_batch: int
+    """Micro-batches before this one were another request's."""
+
+
 @dataclass(slots=True)
 class Stage:
     """One registered stage worker. Times are seconds on the core's clock."""
@@ -102,6 +123,10 @@ class Stage:
     """The number of that Prepare."""
     owed: set[int] = field(default_factory=set)
     """Its slices that were not answered for yet."""
+    copies: dict[tuple[Slice, SlotId], Copy] = field(default_factory=dict)
+    """Of slots of stages that serve what it holds for a loss."""
+    mirrors: tuple[str, ...] = ()
+    """Where it was told to copy its slots to."""
     unfit: set[Slice] = field(default_factory=set)
     """What it could not load."""
     leaving: bool = False
@@ -124,6 +149,12 @@ class Request:
     slot: SlotId | None = None
     sent: int = 0
     """How many of `tokens` have been sent down the chain; the rest is still to be sent."""
+    done: int = 0
+    """How many of them have come out of it."""
+    since_batch: int = 0
+    """The first micro-batch that can be its own in this slot."""
+    settled: bool = False
+    """Whether the slot knows how its tokens are chosen, and holds nothing else."""
     started_s: float | None = None
     first_token_s: float | None = None
     bounds: list[int] = field(default_factory=list)
@@ -135,6 +166,11 @@ class Request:
     """Whether its tokens are computed again, and the next one has not come yet."""
     failures: int = 0
     """How often a micro-batch with this request broke."""
+
+    def sit(self, chain: ChainId, slot: SlotId, held: int, next_batch: int) -> None:
+        """Gets a slot, of which the chain holds its first `held` tokens already."""
+        self.chain, self.slot, self.sent, self.done = chain, slot, held, held
+        self.since_batch, self.settled = next_batch, False
 
     @property
     def generated(self) -> int:
@@ -159,6 +195,8 @@ class Entry:
     slot: SlotId
     request: RequestId
     wants: int
+    until: int
+    """Tokens of the request that are computed with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +224,8 @@ class Chain:
     places: tuple[Place, ...] = ()
     """What its stages cost, where they were measured."""
     ready: set[StageId] = field(default_factory=set)
+    kept: bool = True
+    """Whether all stages so far hold what they were to keep."""
     open: bool = False
     closing: bool = False
     """Whether it takes no further request: a stage of it leaves, and nobody can take over."""
@@ -275,6 +315,7 @@ class BrokerState:
                 f"{request.request} neither waits nor runs"
             )
             assert 0 <= request.sent <= len(request.tokens), f"{request.request} sent tokens it does not have"
+            assert request.done <= request.sent, f"{request.request} has more done than sent"
             assert request.generated <= request.max_new, (
                 f"{request.request} has more tokens than it asked for"
             )

@@ -6,13 +6,13 @@ chains from the tokens they have; nothing else stops.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from potluck.broker import draining, holding, measuring, plans
+from potluck.broker import draining, holding, measuring, mirroring, plans
 from potluck.broker.core import Core, Move
 from potluck.broker.effects import Effect, Report, SendToStage
-from potluck.broker.state import Chain, StageStatus
+from potluck.broker.state import Chain, Seat, StageStatus
 from potluck.planner.cost import Place, StageCost
 from potluck.planner.plan import ChainPlan, Plan
 from potluck.wire.ids import ChainId, Epoch, StageId
@@ -96,9 +96,16 @@ def switch(core: Core, plan: Plan, cause: str, why: str) -> Iterator[Effect]:
 
 
 def open_chains(
-    core: Core, chains: Collection[ChainPlan], reasons: Collection[str], cause: str
+    core: Core,
+    chains: Collection[ChainPlan],
+    reasons: Collection[str],
+    cause: str,
+    seats: Mapping[ChainPlan, dict[Seat, int]] | None = None,
 ) -> Iterator[Effect]:
-    """Assigns new chains in a new epoch, and releases the stages that have nothing to do."""
+    """Assigns new chains in a new epoch, and releases the stages that have nothing to do.
+
+    `seats` has the requests that go on where they were.
+    """
     core.planned_once = True
     core.state.epoch = Epoch(core.state.epoch + 1)
     epoch = core.state.epoch
@@ -116,7 +123,9 @@ def open_chains(
         if all(place.stage in costs for place in plan.stages):
             chain.places = tuple(Place(costs[p.stage], p.first, p.end) for p in plan.stages)
         core.state.chains[chain.chain] = chain
-        yield from plans.assign(core, chain)
+        kept = (seats or {}).get(plan, {})
+        mirroring.sit(core, chain, kept)
+        yield from plans.assign(core, chain, mirroring.keep_of(kept))
     for stage in core.state.stages.values():
         idle = stage.chain is None and stage.status in (
             StageStatus.SPARE,

@@ -30,6 +30,7 @@ from potluck.broker.events import (
     BrokerEvent,
     PlanComputed,
     PlanNotFound,
+    SlotCopied,
     StageBeat,
     StageLeft,
     StageLoaded,
@@ -42,7 +43,7 @@ from potluck.broker.planning import choose
 from potluck.planner.even import plan_even
 from potluck.planner.plan import ModelShape, Planner
 from potluck.wire.errors import PlanError
-from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, StageId
+from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities
 from potluck.wire.messages import (
     Assign,
@@ -50,6 +51,7 @@ from potluck.wire.messages import (
     Hop,
     Measure,
     MicroBatch,
+    Mirror,
     ModelRef,
     Prepare,
     Probe,
@@ -148,6 +150,13 @@ class CoreWorld:
         """Stage, number and index of what is still to be loaded besides."""
         self.prepares: dict[StageId, Prepare] = {}
         self.let_go: list[StageId] = []
+        self.mirrors: dict[StageId, tuple[str, ...]] = {}
+        self.forgets: set[StageId] = set()
+        """Stages that keep nothing when they are told to."""
+        self.last_batch = 0
+        self.computed = 0
+        """Tokens that went through chains."""
+        self._was: dict[int, tuple[int, ...]] = {}
         self.plans: deque[ComputePlan] = deque()
         self.epochs: dict[StageId, Epoch] = {}
         self.chains: dict[ChainId, ChainWorld] = {}
@@ -208,7 +217,16 @@ class CoreWorld:
         while self.loading:
             stage, epoch = self.loading.popleft()
             if stage in self.alive:
-                self.feed(StageLoaded(cause=stage, stage=stage, epoch=epoch, load_s=0.1, weights_bytes=1))
+                self.feed(
+                    StageLoaded(
+                        cause=stage,
+                        stage=stage,
+                        epoch=epoch,
+                        load_s=0.1,
+                        weights_bytes=1,
+                        kept=bool(self.assigned[stage].keep) and stage not in self.forgets,
+                    )
+                )
                 return True
         return False
 
@@ -221,6 +239,22 @@ class CoreWorld:
                 return True
         return False
 
+    def copy(self, keeper: StageId, slot: int, chain: ChainId = ChainId(0)) -> int:
+        """A stage has got copies of a slot, in all the slices that it keeps. Returns how many tokens they hold."""
+        held = len(self.chains[chain].slots.get(slot, ()))
+        for slice_ in self.prepares[keeper].slices:
+            self.feed(
+                SlotCopied(
+                    cause=keeper,
+                    stage=keeper,
+                    slice=slice_,
+                    slot=SlotId(slot),
+                    tokens=held,
+                    batch=self.last_batch,
+                )
+            )
+        return held
+
     def move_one(self, chain: ChainId = ChainId(0), hops: tuple[Hop, ...] = ()) -> bool:
         """The oldest micro-batch of a chain comes out of it."""
         world = self.chains.get(chain)
@@ -228,6 +262,8 @@ class CoreWorld:
             return False
         sent = world.coming.popleft()
         results = world.compute(sent)
+        self.computed += sent.message.tokens
+        self.last_batch = sent.message.batch
         self.feed(
             BatchReturned(
                 cause="result",
@@ -282,6 +318,8 @@ class CoreWorld:
             case SendToStage(stage, Prepare() as message, _):
                 self.prepares[stage] = message
                 self.preparing += [(stage, message.number, index) for index in range(len(message.slices))]
+            case SendToStage(stage, Mirror(endpoints), _):
+                self.mirrors[stage] = endpoints
             case SendToStage(stage, Farewell(), _):
                 self.let_go.append(stage)
                 self.alive.discard(stage)
@@ -300,9 +338,15 @@ class CoreWorld:
                 self.plans.append(effect)
             case OpenChain(chain, epoch, _):
                 assert chain not in self.chains
-                self.chains[chain] = ChainWorld(epoch)
+                mine = self.core.state.chains[chain].stages
+                keep = self.assigned[mine[0]].keep
+                if any(stage in self.forgets for stage in mine):
+                    keep = ()
+                kept = {one.slot: self._was[one.slot][: one.tokens] for one in keep}
+                assert all(len(kept[one.slot]) == one.tokens for one in keep)
+                self.chains[chain] = ChainWorld(epoch, kept)
             case CloseChain(chain):
-                del self.chains[chain]
+                self._was = self.chains.pop(chain).slots
             case SendBatch(chain):
                 assert effect.epoch == self.chains[chain].epoch
                 self.chains[chain].coming.append(effect)

@@ -13,9 +13,12 @@ from potluck.broker.effects import RequestFailed, RequestFinished
 from potluck.broker.events import (
     BatchBroke,
     BatchReturned,
+    DrainAsked,
+    DrainEnded,
     RequestCancelled,
     RequestSubmitted,
     StageBroke,
+    StageLeaves,
     StageLeft,
     StageRegistered,
 )
@@ -511,6 +514,37 @@ class BrokerCoreMachine(RuleBasedStateMachine):
     def load(self) -> None:
         self.world.load_one()
 
+    @rule()
+    def prepare(self) -> None:
+        self.world.prepare_one()
+
+    @precondition(lambda self: self.world.prepares and self.world.chains and self.world.last_batch)
+    @rule(data=st.data(), slot=st.integers(0, 3))
+    def copy(self, data: st.DataObject, slot: int) -> None:
+        keeper = data.draw(st.sampled_from(sorted(self.world.prepares)))
+        chain = data.draw(st.sampled_from(sorted(self.world.chains)))
+        if keeper in self.world.alive and self.world.chains[chain].coming:
+            self.world.copy(keeper, slot, chain)
+
+    @rule(name=st.sampled_from("abcde"))
+    def forget(self, name: str) -> None:
+        """From now on it keeps nothing when it is told to."""
+        self.world.forgets.add(StageId(f"{name}/1"))
+
+    @rule(name=st.sampled_from("abcde"))
+    def drain(self, name: str) -> None:
+        self.world.feed(DrainAsked(cause="test", device=DeviceName(name)))
+
+    @rule(name=st.sampled_from("abcde"))
+    def undrain(self, name: str) -> None:
+        self.world.feed(DrainEnded(cause="test", device=DeviceName(name)))
+
+    @precondition(lambda self: self.world.alive)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        stage = data.draw(st.sampled_from(sorted(self.world.alive)))
+        self.world.feed(StageLeaves(cause=stage, stage=stage, reason="SIGTERM"))
+
     @rule(seconds=st.floats(0.01, 8.0))
     def wait(self, seconds: float) -> None:
         self.world.wait(seconds)
@@ -574,6 +608,8 @@ class BrokerCoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        for name in "abcde":
+            world.feed(DrainEnded(cause="test", device=DeviceName(name)))
         for name in "abc":
             if StageId(f"{name}/1") not in world.alive:
                 world.join(name)

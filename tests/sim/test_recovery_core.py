@@ -297,6 +297,21 @@ def test_only_stage_that_wants_to_leave_finishes_what_runs_and_takes_nothing_new
     assert a in world.let_go
 
 
+def test_nothing_is_planned_with_when_all_devices_are_drained() -> None:
+    world = CoreWorld()
+    world.start("a", "b")
+    ready(world)
+    request = ask(world, "r", PROMPT, limit=9)
+    for name in "abc":
+        world.feed(DrainAsked(cause="test", device=DeviceName(name)))
+    world.join("c")
+    ready(world)
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation(PROMPT, 9)
+    ready(world)
+    assert not world.core.state.ready
+
+
 def test_stage_lost_while_a_better_plan_is_prepared_ends_that_plan_and_nothing_else() -> None:
     world = CoreWorld()
     (a,) = world.start("a")
@@ -461,6 +476,90 @@ def test_replay_repeats_the_chunks_of_the_prompt_and_takes_the_answer_in_small_o
     world.settle()
     for size, name in prompts.items():
         assert tuple(world.tokens[name]) == continuation((5 if size == 5 else 6,) * size, 20)
+
+
+def test_stage_that_serves_is_told_who_keeps_its_layers() -> None:
+    world = CoreWorld(STANDBY)
+    a, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    assert world.mirrors == {a: ("tcp://spare:1",), b: ("tcp://spare:1",)}
+    world.lose(spare)
+    ready(world)
+    assert "tcp://spare:1" not in (*world.mirrors[a], *world.mirrors[b])
+
+
+def test_takeover_with_copies_computes_only_what_came_after_them() -> None:
+    world = CoreWorld(STANDBY)
+    _, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    requests = [ask(world, f"r{n}", (n, 2, 3, 4), limit=30) for n in range(3)]
+    run(world, 40)
+    held = {slot: world.copy(spare, slot) for slot in range(3)}
+    run(world, 6)
+    sent = {name: world.core.state.requests[name].sent for name in requests}
+    before = world.computed
+    world.lose(b)
+    while world.load_one():
+        pass
+    assert world.core.state.ready
+    while any(world.core.state.requests[name].replaying for name in requests):
+        run(world, 1)
+    again = world.computed - before
+    assert again <= sum(sent.values()) - sum(held.values()) + 6
+    assert sum(held.values()) > 30
+    world.settle()
+    for n, request in enumerate(requests):
+        assert tuple(world.tokens[request]) == continuation((n, 2, 3, 4), 30)
+
+
+def test_stage_that_kept_nothing_has_everything_computed_again() -> None:
+    world = CoreWorld(STANDBY)
+    a, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    request = ask(world, "r", PROMPT, limit=30)
+    run(world, 20)
+    world.copy(spare, 0)
+    world.forgets.add(a)
+    world.lose(b)
+    assert world.assigned[a].keep
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation(PROMPT, 30)
+
+
+def test_copy_of_a_slot_that_another_request_had_before_is_not_taken_for_the_new_ones() -> None:
+    world = CoreWorld(
+        BrokerConfig(slots=1, context_tokens=64, chunk_tokens=8, settle_s=0.5, reserve=("spare",))
+    )
+    a, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    first = ask(world, "first", (9,) * 20, limit=3)
+    run(world, 4)
+    world.copy(spare, 0)
+    world.settle()
+    ends_well(world, first)
+    second = ask(world, "second", (7,) * 20, limit=9)
+    run(world, 4)
+    world.lose(b)
+    assert not world.assigned[a].keep
+    world.settle()
+    assert tuple(world.tokens[second]) == continuation((7,) * 20, 9)
+
+
+def test_after_a_micro_batch_that_broke_nothing_is_kept() -> None:
+    world = CoreWorld(STANDBY)
+    a, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    request = ask(world, "r", PROMPT, limit=20)
+    run(world, 10)
+    world.copy(spare, 0)
+    chain = world.core.state.chains[ChainId(0)]
+    flight = next(iter(chain.in_flight.values()))
+    world.feed(
+        BatchBroke(cause="b", epoch=chain.epoch, batch=flight.batch, error=EngineError("It broke.", stage=b))
+    )
+    assert not world.assigned[a].keep
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation(PROMPT, 20)
 
 
 def test_chain_broken_by_a_micro_batch_serves_again_with_the_same_stages() -> None:
