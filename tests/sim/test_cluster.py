@@ -286,9 +286,7 @@ def test_a_stage_whose_engine_hangs_comes_back_by_itself_as_a_fresh_one_and_serv
         running = asyncio.create_task(ask(house.client(), 40))
         await house.until(lambda: house.core.state.tokens_out > 10)
         old = house.workers["b"]
-        (engine,) = old._holder.engines
-        assert isinstance(engine, FakeEngine)
-        engine.seconds_per_batch = 1e6
+        house.pace("b", Cost(batch_s=1e6))
         await running
         await house.until(lambda: house.workers["b"] is not old)
         await house.until(lambda: house.chain == ["a", "b", "c"])
