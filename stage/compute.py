@@ -77,7 +77,7 @@ class ThreadLane:
             async with asyncio.timeout(patience_s):
                 await self._ended.wait()
         except TimeoutError:
-            log.warning("the compute thread is still busy; it is left behind")
+            log.warning("a thread is still busy; it is left behind")
 
     def _run(self) -> None:
         free_s = self._clock()

@@ -29,6 +29,7 @@ from potluck.stage.engines.fake import FakeEngine
 from potluck.stage.engines.fake_model import VOCAB, WIDTH
 from potluck.stage.engines.fake_vocabulary import FakeVocabulary
 from potluck.stage.settings import StageSettings
+from potluck.wire.errors import EngineHangsError
 from potluck.wire.ids import Epoch, StageId
 from potluck.wire.messages import ChatMessage, ModelRef
 from sim.call import Call
@@ -168,9 +169,18 @@ class House:
         )
         worker.watch, worker.load_s = self, cost.load_s
         self.workers[name] = worker
-        self._runs[name] = self.loop.create_task(worker.run(), context=context)
+        self._runs[name] = self.loop.create_task(self._live(name, worker, cost), context=context)
         self.tell(f"{name} starts ({cost})")
         return worker
+
+    async def _live(self, name: str, worker: WatchedStage, cost: Cost) -> int:
+        """As the command does: a stage whose engine hangs takes its own place."""
+        try:
+            return await worker.run()
+        except EngineHangsError:
+            self._hosts[name][0].close()
+            self.add_stage(name, cost)
+            return 0
 
     def _engine(self, name: str, cost: Cost) -> FakeEngine:
         engine = TroubledEngine(self.troubles(name), cost.token_layer_s, cost.batch_s)

@@ -280,6 +280,21 @@ def test_a_stage_that_beats_but_computes_no_more_is_found_and_avoided() -> None:
     in_house(story)
 
 
+def test_a_stage_whose_engine_hangs_comes_back_by_itself_as_a_fresh_one_and_serves_again() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", "c", cost=STEP)
+        running = asyncio.create_task(ask(house.client(), 40))
+        await house.until(lambda: house.core.state.tokens_out > 10)
+        old = house.workers["b"]
+        house.pace("b", Cost(batch_s=1e6))
+        await running
+        await house.until(lambda: house.workers["b"] is not old)
+        await house.until(lambda: house.chain == ["a", "b", "c"])
+        await ask(house.client("other"))
+
+    in_house(story)
+
+
 # ---- links
 
 
