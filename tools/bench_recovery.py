@@ -43,8 +43,8 @@ from potluck.wire.errors import NoBrokerError, PotluckError, UsageError
 from potluck.wire.messages import StateView
 
 STAGES = 3
-ASKS = 24
-"""Different requests; the streams ask them again and again."""
+ASKS = 3
+"""Different requests per stream; the streams ask all of them again and again."""
 STANDBY_OFF: tuple[str, ...] = ("--standby", "off")
 """The broker's options for a cluster without standby slices."""
 MOST_BETWEEN_TOKENS = 10
@@ -159,7 +159,7 @@ class _Run:
         self._tokenizer = tokenizer
         self._tell = tell
         self._chance = random.Random(bench.seed)
-        self._asks: list[Ask] = make_asks(self._chance, ASKS)
+        self._asks: list[Ask] = make_asks(self._chance, ASKS * bench.streams)
         self._expected: dict[int, Answer] = {}
 
     async def cluster(self, number: int, warm: bool, rounds: int) -> None:
@@ -259,9 +259,11 @@ class _Round:
             await asyncio.sleep(chance.uniform(0.0, JITTER_S))
             if self.streams.all_run:
                 break
+        begun_s = asyncio.get_running_loop().time()
         marks = self.streams.hit()
         hit = await strike(bench.fault, self.cluster, view, chance)
         await self._until(lambda view: given_up(view, hit), RECOVER_S, f"{hit.names} given up", hit)
+        noticed_s = asyncio.get_running_loop().time() - begun_s
         self.streams.closed()
         await self.streams.until(
             lambda: not self.streams.waiting, RECOVER_S, f"all streams go on without {hit.names}"
@@ -271,7 +273,8 @@ class _Round:
         times = sorted(mark.next_s for mark in marks if mark.next_s is not None)
         span = f"next token after {times[0]:.2f} to {times[-1]:.2f} s" if times else "no stream was hit"
         self.run_._tell(
-            f"{bench.fault} {tally.kills} of {bench.kills}: {hit.names}, {'warm' if self.warm else 'cold'}, {span}"
+            f"{bench.fault} {tally.kills} of {bench.kills}: {hit.names}, {'warm' if self.warm else 'cold'}, "
+            f"given up after {noticed_s:.2f} s, {span}"
         )
         await repair(bench.fault, self.cluster, hit)
         await self._until(
