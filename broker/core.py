@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from potluck.broker.config import BrokerConfig
 from potluck.broker.state import BrokerState, Chain, Seat, Stage, StageStatus
+from potluck.broker.watched import Watched
 from potluck.model.vocabulary import Vocabulary
 from potluck.planner.plan import ChainPlan, ModelShape, Network, Plan, Planner
 from potluck.wire.errors import PotluckError
@@ -56,6 +57,8 @@ class Core:
     version: str
     state: BrokerState = field(default_factory=BrokerState)
     story: Story = field(default_factory=Story)
+    watched: Watched = field(default_factory=Watched)
+    """For what clients are told about when to come back."""
     now: float = 0.0
     plan_due_s: float | None = None
     check_due_s: float | None = None

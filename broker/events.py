@@ -52,6 +52,9 @@ class StageProgressed(Event):
     stage: StageId
     epoch: Epoch
     detail: str
+    phase: str = ""
+    share: float = 0.0
+    """Of that phase, what is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +200,8 @@ class RequestSubmitted(Event):
     stops: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     ignore_eos: bool = False
+    timeout_s: float | None = None
+    """It has to be finished within this time; None: as the broker's default says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

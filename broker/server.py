@@ -403,7 +403,12 @@ class BrokerServer:
             case Progress():
                 share = f" {100 * message.done // message.total} %" if message.total else ""
                 return StageProgressed(
-                    cause=cause, stage=stage, epoch=epoch, detail=f"{message.phase}{share}"
+                    cause=cause,
+                    stage=stage,
+                    epoch=epoch,
+                    detail=f"{message.phase}{share}",
+                    phase=message.phase,
+                    share=min(1.0, message.done / message.total) if message.total else 0.0,
                 )
             case Ready():
                 return StageLoaded(

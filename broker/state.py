@@ -145,6 +145,8 @@ class Request:
     ignore_eos: bool
     text: TextStream
     accepted_s: float
+    due_s: float | None = None
+    """When it has to be finished."""
     chain: ChainId | None = None
     slot: SlotId | None = None
     sent: int = 0
@@ -271,6 +273,10 @@ class BrokerState:
     next_batch: int = 1
     tokens_out: int = 0
     ended: int = 0
+    freed: int = 0
+    """Of these, those that gave a slot back."""
+    due: list[tuple[float, RequestId]] = field(default_factory=list)
+    """Owned by `timeouts`: a heap of when requests have to be finished, with some that have ended."""
     closing: Closing | None = None
     """None while requests are taken."""
 
@@ -333,3 +339,7 @@ class BrokerState:
             assert owner in self.requests, f"ended request {owner} still owns a slot"
         for name in self.waiting:
             assert name in self.requests, f"ended request {name} still waits"
+        for request in self.requests.values():
+            assert request.due_s is None or (request.due_s, request.request) in self.due, (
+                f"nobody looks at the clock for {request.request}"
+            )
