@@ -191,6 +191,14 @@ class StageLeft(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageDied(Event):
+    """The witness of a stage says what it died of."""
+
+    stage: StageId
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSubmitted(Event):
     """A client wants an answer to these prompt tokens."""
 
@@ -242,7 +250,7 @@ class TimePassed(Event):
 
 
 BrokerEvent: TypeAlias = (
-    StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
+    StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft | StageDied
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
     | PlanComputed | PlanNotFound | StagePrepared | StageNotPrepared | SlotCopied
     | StageLeaves | DrainAsked | DrainEnded

@@ -19,6 +19,7 @@ from potluck.broker import (
     measuring,
     members,
     mirroring,
+    obituaries,
     planning,
     serving,
     switching,
@@ -43,6 +44,7 @@ from potluck.broker.events import (
     SlotCopied,
     StageBeat,
     StageBroke,
+    StageDied,
     StageLeaves,
     StageLeft,
     StageLoaded,
@@ -175,6 +177,8 @@ class BrokerMachine:
                 return draining.asked(core, event)
             case DrainEnded():
                 return draining.ended(core, event)
+            case StageDied():
+                return obituaries.died(core, event)
             case StageLeft():
                 return members.remove(core, event.stage, event.cause, event.reason)
             case CloseAsked():
