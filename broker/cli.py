@@ -139,6 +139,12 @@ ANY = ("0.0.0.0", "*", "::")
     "--misses", default=3, type=click.IntRange(1, 1000), help="Beats missed before a stage is lost."
 )
 @click.option(
+    "--request-timeout",
+    default=0.0,
+    type=click.FloatRange(0, limits.TIMEOUT_S),
+    help="Seconds after which an unfinished request fails if its client named no time; 0: never.",
+)
+@click.option(
     "--drain-timeout",
     default=30.0,
     type=click.FloatRange(0, 86_400),
@@ -186,6 +192,7 @@ def main(
     exact: bool,
     heartbeat: float,
     misses: int,
+    request_timeout: float,
     drain_timeout: float,
     journal: Path | None,
     no_journal: bool,
@@ -209,6 +216,7 @@ def main(
         context_tokens=context,
         chunk_tokens=chunk,
         queue_limit=queue,
+        request_timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
         min_stages=stages,
         activation="f32" if activation == "auto" else activation,

@@ -6,10 +6,9 @@ for it fails with ClosingError. Stages are told nothing: to them the broker is g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from potluck.broker import requests
+from potluck.broker import estimates, requests
 from potluck.broker.core import Core
 from potluck.broker.effects import Closed, Effect, Report
 from potluck.broker.events import CloseAsked
@@ -78,13 +77,13 @@ def refusal(core: Core, request: RequestId | None = None) -> ClosingError:
             "The broker is closing, and ended the request before it was done.",
             hint="Send it again once a broker is there.",
             phase=Phase.SERVE,
-            retry_after_s=math.ceil(RESTART_S),
+            retry_after_s=estimates.clamped(RESTART_S),
         )
     return ClosingError(
         f"The broker is closing and takes no new requests; {counted(core)}.",
         hint="Try again once a broker is there.",
         phase=Phase.SUBMIT,
-        retry_after_s=math.ceil(left_s + RESTART_S),
+        retry_after_s=estimates.clamped(left_s + RESTART_S),
     )
 
 

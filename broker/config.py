@@ -42,6 +42,8 @@ class BrokerConfig:
     """Devices that serve only when others are lost."""
     wait_limit_s: float = 600.0
     """How long running requests wait for a new chain before they fail."""
+    request_timeout_s: float = 0.0
+    """A request that is not finished after this long fails, unless its client has named a time. 0: no limit."""
     drain_timeout_s: float = 30.0
     """How long a broker that closes lets its requests go on."""
     activation: str = "f32"

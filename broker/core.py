@@ -6,13 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from potluck.broker.config import BrokerConfig
-from potluck.broker.state import BrokerState, Chain, Seat, Stage, StageStatus
+from potluck.broker.state import BrokerState, Chain, Loss, Seat, Stage, StageStatus
+from potluck.broker.watched import Watched
 from potluck.model.vocabulary import Vocabulary
 from potluck.planner.plan import ChainPlan, ModelShape, Network, Plan, Planner
-from potluck.wire.errors import PotluckError
+from potluck.wire.errors import Phase, PotluckError, StageLostError
 from potluck.wire.ids import DeviceName, Epoch, StageId
 from potluck.wire.messages import ModelRef, Slice
 from potluck.wire.story import Story
+
+PHASE_OF = {StageStatus.MEASURING: Phase.MEASURE, StageStatus.LOADING: Phase.LOAD}
+"""What a stage is at; any other one serves, or could."""
+LOST_KEPT = 32
+"""Stages that were lost and are remembered."""
+LATELY_S = 3600.0
+"""A death that is longer ago is no news any more."""
 
 
 @dataclass(slots=True)
@@ -56,6 +64,8 @@ class Core:
     version: str
     state: BrokerState = field(default_factory=BrokerState)
     story: Story = field(default_factory=Story)
+    watched: Watched = field(default_factory=Watched)
+    """For what clients are told about when to come back."""
     now: float = 0.0
     plan_due_s: float | None = None
     check_due_s: float | None = None
@@ -141,6 +151,33 @@ class Core:
                 return chain
         return None
 
+    def note_loss(self, stage: Stage, reason: str) -> None:
+        """Remembers that a stage is gone. Its witness may say more."""
+        phase = PHASE_OF.get(stage.status, Phase.SERVE)
+        self.last_error = StageLostError(
+            f"{stage.device} is gone: {reason}.",
+            hint="Start potluck-stage there again.",
+            device=stage.device,
+            stage=stage.stage,
+            phase=phase,
+        )
+        lost = self.state.lost
+        lost[stage.stage] = Loss(stage.device, phase, self.now, self.last_error)
+        if len(lost) > LOST_KEPT:
+            lost.popitem(last=False)
+
+    def deaths(self) -> str:
+        """What was lately found out about stages that died and have not come back, in words."""
+        here = {stage.device for stage in self.state.stages.values()}
+        return "".join(
+            f" {loss.error}"
+            for loss in self.state.lost.values()
+            if loss.explained
+            and loss.device not in here
+            and loss.error is not self.last_error
+            and self.now - loss.at_s < LATELY_S
+        )
+
     def tell(self, subject: str, cause: str, text: str) -> None:
         """Adds a line to the story."""
         self.story.tell(self.now, subject, cause, text)
@@ -163,9 +200,9 @@ class Core:
             broken = [stage.device for stage in stages if stage.status is StageStatus.FAILED]
             there = f"can serve, {', '.join(broken)} failed" if broken else "have joined"
             last = f" Last error: {self.last_error}" if self.last_error else ""
-            return f"{usable} of at least {self.wanted} stages {there}.{last}"
+            return f"{usable} of at least {self.wanted} stages {there}.{last}{self.deaths()}"
         if self.question is not None:
             return "The stages have joined, a plan is being computed."
         if self.plan_error is not None:
-            return str(self.plan_error)
+            return f"{self.plan_error}{self.deaths()}"
         return "The stages have joined, planning is due."

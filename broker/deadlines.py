@@ -14,6 +14,7 @@ from potluck.broker import (
     requests,
     serving,
     switching,
+    timeouts,
 )
 from potluck.broker.core import Core
 from potluck.broker.effects import (
@@ -43,6 +44,7 @@ def time_passed(core: Core, event: TimePassed) -> Iterator[Effect]:
     move_due_s = switching.deadline(core)
     if move_due_s is not None and core.now >= move_due_s:
         yield from switching.give_up(core, event.cause, f"no progress for {core.config.load_timeout_s:g} s")
+    yield from timeouts.time_passed(core, event.cause)
     yield from closing.time_passed(core, event.cause)
     for chain in list(core.state.chains.values()):
         if chain.in_flight:
@@ -117,6 +119,7 @@ def next_deadline(core: Core) -> float | None:
         core.look_again_s,
         switching.deadline(core),
         closing.next_s(core),
+        timeouts.next_s(core),
     ]
     for chain in core.state.chains.values():
         if chain.in_flight:

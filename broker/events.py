@@ -52,6 +52,9 @@ class StageProgressed(Event):
     stage: StageId
     epoch: Epoch
     detail: str
+    phase: str = ""
+    share: float = 0.0
+    """Of that phase, what is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,14 @@ class StageLeft(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageDied(Event):
+    """The witness of a stage says what it died of."""
+
+    stage: StageId
+    error: PotluckError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSubmitted(Event):
     """A client wants an answer to these prompt tokens."""
 
@@ -197,6 +208,8 @@ class RequestSubmitted(Event):
     stops: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     ignore_eos: bool = False
+    timeout_s: float | None = None
+    """It has to be finished within this time; None: as the broker's default says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +250,7 @@ class TimePassed(Event):
 
 
 BrokerEvent: TypeAlias = (
-    StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft
+    StageRegistered | StageBeat | StageProgressed | StageLoaded | StageBroke | StageLeft | StageDied
     | StageMeasured | StageNotMeasured | LinkProbed | LinkSilent
     | PlanComputed | PlanNotFound | StagePrepared | StageNotPrepared | SlotCopied
     | StageLeaves | DrainAsked | DrainEnded

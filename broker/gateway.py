@@ -202,4 +202,5 @@ def submitted(settled: Submit, cause: str) -> RequestSubmitted:
         stops=settled.stop,
         sampling=settled.sampling,
         ignore_eos=settled.ignore_eos,
+        timeout_s=settled.timeout_s,
     )

@@ -14,13 +14,16 @@ from potluck.broker import (
     closing,
     deadlines,
     draining,
+    estimates,
     holding,
     measuring,
     members,
     mirroring,
+    obituaries,
     planning,
     serving,
     switching,
+    watched,
 )
 from potluck.broker.config import BrokerConfig
 from potluck.broker.core import Core
@@ -41,6 +44,7 @@ from potluck.broker.events import (
     SlotCopied,
     StageBeat,
     StageBroke,
+    StageDied,
     StageLeaves,
     StageLeft,
     StageLoaded,
@@ -105,6 +109,13 @@ class BrokerMachine:
         closes = self.core.state.closing is not None
         return closing.refusal(self.core).what if closes else self.core.missing
 
+    @property
+    def retry_after_s(self) -> float:
+        """When a request that is refused now may be taken; 0 while they are taken."""
+        if self.core.state.closing is not None:
+            return float(closing.refusal(self.core).facts["retry_after_s"])
+        return 0.0 if self.core.state.ready else estimates.until_ready_s(self.core)
+
     def handle(self, event: BrokerEvent, now: float) -> list[Effect]:
         """What is to be done because of `event`, in order. `now` never goes back."""
         self.core.now = now
@@ -117,6 +128,7 @@ class BrokerMachine:
             effects += planning.make_plan(self.core, event.cause)
         effects += closing.finish(self.core, event.cause)
         batches: list[Effect] = list(serving.fill_chains(self.core))
+        watched.note(self.core.watched, self.core.state, event, now)
         # The chain waits for its next micro-batch, so that goes out before anything that people read.
         return batches + effects if isinstance(event, BatchReturned) else effects + batches
 
@@ -165,6 +177,8 @@ class BrokerMachine:
                 return draining.asked(core, event)
             case DrainEnded():
                 return draining.ended(core, event)
+            case StageDied():
+                return obituaries.died(core, event)
             case StageLeft():
                 return members.remove(core, event.stage, event.cause, event.reason)
             case CloseAsked():

@@ -27,7 +27,6 @@ from potluck.wire.errors import (
     Phase,
     PotluckError,
     StageError,
-    StageLostError,
 )
 from potluck.wire.ids import StageId
 from potluck.wire.messages import (
@@ -148,13 +147,11 @@ def remove(core: Core, name: StageId, cause: str, reason: str, *, lost: bool = T
     if stage is None:
         return
     core.tell(name, cause, f"gone: {reason}")
+    if lost:
+        core.note_loss(stage, reason)
     yield from plans.break_chain_of(core, stage, cause, f"{stage.device} is gone ({reason})")
     del core.state.stages[name]
     measuring.forget(core, name)
-    if lost:
-        core.last_error = StageLostError(
-            f"{stage.device} is gone: {reason}.", device=stage.device, stage=name, phase=Phase.SERVE
-        )
     yield Report("warning" if lost else "info", f"{stage.device} is gone: {reason}.")
     if core.config.measure:
         yield from measuring.go_on(core)

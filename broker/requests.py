@@ -8,7 +8,7 @@ from potluck.broker.events import RequestSubmitted
 from potluck.broker.state import BrokerState, Request
 from potluck.model.text import TextStream
 from potluck.model.vocabulary import Vocabulary
-from potluck.wire.errors import ContextExceededError, InvalidValueError, Phase, PotluckError, QueueFullError
+from potluck.wire.errors import ContextExceededError, InvalidValueError, Phase, PotluckError
 from potluck.wire.ids import SlotId
 from potluck.wire.messages import Timings, Usage
 from potluck.wire.sampling import TokenLogprobs
@@ -27,17 +27,10 @@ def context_exceeded(said: str, prompt_tokens: int, context_tokens: int) -> Cont
 
 
 def check_submission(event: RequestSubmitted, state: BrokerState, config: BrokerConfig, vocab: int) -> None:
-    """Raises the RequestError or UnavailableError that says why this can't be served, if it can't."""
+    """Raises the RequestError that says why this can't be served, if it can't."""
     if event.request in state.requests:
         raise InvalidValueError(f"A request named {event.request} is already running.", param="request")
     check_request(event, config, vocab)
-    if len(state.waiting) >= config.queue_limit:
-        raise QueueFullError(
-            f"{len(state.waiting)} requests already wait.",
-            hint="Try again shortly.",
-            retry_after_s=5,
-            phase=Phase.SUBMIT,
-        )
 
 
 def check_request(event: RequestSubmitted, config: BrokerConfig, vocab: int) -> None:
@@ -61,6 +54,7 @@ def check_request(event: RequestSubmitted, config: BrokerConfig, vocab: int) -> 
 def new_request(event: RequestSubmitted, config: BrokerConfig, now: float) -> Request:
     """A request that waits for its first slot; the answer is cut to what the context has room for."""
     room = config.context_tokens - len(event.tokens)
+    timeout_s = config.request_timeout_s if event.timeout_s is None else event.timeout_s
     return Request(
         request=event.request,
         tokens=list(event.tokens),
@@ -70,6 +64,7 @@ def new_request(event: RequestSubmitted, config: BrokerConfig, now: float) -> Re
         ignore_eos=event.ignore_eos,
         text=TextStream(event.stops),
         accepted_s=now,
+        due_s=now + timeout_s if timeout_s > 0 else None,
         waiting_since_s=now,
     )
 
@@ -116,6 +111,7 @@ def timings(request: Request, now: float) -> Timings:
 
 def end(state: BrokerState, request: Request) -> None:
     """Takes the request out of the state; its slot is free at once and cleaned by the next request that gets it."""
+    state.freed += request.slot is not None
     release_slot(state, request)
     state.waiting.pop(request.request, None)
     del state.requests[request.request]

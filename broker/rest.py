@@ -124,7 +124,9 @@ def make_app(
         view = gateway.view()
         if view.ready:
             return json_response({"status": "ok"})
-        return error_response(UnavailableError(view.detail, retry_after_s=2), status="loading")
+        return error_response(
+            UnavailableError(view.detail, retry_after_s=max(1.0, view.retry_after_s)), status="loading"
+        )
 
     @app.get("/potluck/v1/state", tags=["Potluck"], responses=_answers(StateView))
     async def state() -> Response:
@@ -184,6 +186,7 @@ def _documented(body: type, whole: type, chunk: type) -> dict[str, Any]:
         (404, "another model"),
         (429, "queue is full"),
         (503, "nothing serves yet"),
+        (504, "not finished within its time"),
     )
     for status, why in failures:
         answers[status] = {"description": why, "content": {"application/json": {"schema": _ref(ErrorBody)}}}

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from potluck.broker.rest_errors import BodyTooLargeError, invalid
 from potluck.wire import limits
 from potluck.wire.errors import InvalidValueError, RequestError
+from potluck.wire.parts import Timeout
 from potluck.wire.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
     repeat_last_n: Annotated[int, Meta(ge=-1, le=65_536)] | None = None
     """How many of the last tokens the penalties count: 0 none, -1 all."""
     ignore_eos: bool | None = None
+    timeout_s: Timeout | None = None
+    """The request fails (504) if it is not finished within this many seconds."""
     grammar: Any = None
     json_schema: Any = None
 

@@ -37,7 +37,7 @@ class Turn(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ChatBody(OpenAIBody, kw_only=True, frozen=True):
-    """OpenAI's chat request, with `min_p`, `top_k`, `repeat_penalty`, `repeat_last_n` and `ignore_eos` added."""
+    """OpenAI's chat request, with `min_p`, `top_k`, `repeat_penalty`, `repeat_last_n`, `ignore_eos`, `timeout_s`."""
 
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=limits.CHAT_MESSAGES)]
     max_completion_tokens: MaxTokens | None = None
@@ -70,6 +70,7 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True):
             sampling=self.sampling(top),
             seed_given=self.seed_given,
             ignore_eos=bool(self.ignore_eos),
+            timeout_s=self.timeout_s,
         )
 
 

@@ -98,6 +98,7 @@ class LlamaBody(Body, kw_only=True, frozen=True):
             sampling=self.sampling(),
             seed_given=self.seed_given,
             ignore_eos=bool(self.ignore_eos),
+            timeout_s=self.timeout_s,
         )
 
 

@@ -33,7 +33,7 @@ Tokens = Annotated[list[Token], Meta(min_length=1, max_length=limits.PROMPT_TOKE
 
 
 class CompletionBody(OpenAIBody, kw_only=True, frozen=True):
-    """OpenAI's completion request, with `min_p`, `top_k`, `repeat_penalty`, `repeat_last_n` and `ignore_eos` added."""
+    """OpenAI's, with `min_p`, `top_k`, `repeat_penalty`, `repeat_last_n`, `ignore_eos` and `timeout_s` added."""
 
     prompt: (
         Prompt | Annotated[list[Prompt | Token | Tokens], Meta(min_length=1, max_length=limits.PROMPT_TOKENS)]
@@ -72,6 +72,7 @@ class CompletionBody(OpenAIBody, kw_only=True, frozen=True):
                 sampling=self.sampling(-1 if self.logprobs is None else self.logprobs),
                 seed_given=self.seed_given,
                 ignore_eos=bool(self.ignore_eos),
+                timeout_s=self.timeout_s,
             )
             for prompt in prompts
         ]

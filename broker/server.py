@@ -45,6 +45,7 @@ from potluck.broker.events import (
     SlotCopied,
     StageBeat,
     StageBroke,
+    StageDied,
     StageLeaves,
     StageLeft,
     StageLoaded,
@@ -99,6 +100,7 @@ from potluck.wire.messages import (
     Measured,
     MeasureFailed,
     Message,
+    Obituary,
     Ping,
     PlanQuery,
     Prepared,
@@ -123,7 +125,7 @@ log = logging.getLogger("potluck.broker")
 CONTROL: frozenset[type] = frozenset(
     {
         Register, Heartbeat, Progress, Ready, StageFailed, Goodbye, Measured, MeasureFailed, Probed,
-        Leave, Prepared, PrepareFailed, Copied, Submit, Cancel, StateQuery, PlanQuery, Drain,
+        Leave, Prepared, PrepareFailed, Copied, Obituary, Submit, Cancel, StateQuery, PlanQuery, Drain,
         SubmitJob, JobQuery, JobsQuery, ForgetJob,
     }
 )  # fmt: skip
@@ -359,6 +361,9 @@ class BrokerServer:
     def _on_control(self, peer: bytes, envelope: Envelope) -> None:
         message = envelope.message
         match message:
+            case Obituary(stage, error):
+                died = StageDied(cause=f"witness {peer.hex()}", stage=StageId(stage), error=error.restore())
+                self.feed(died)
             case Submit():
                 self.clients.submit(peer, message)
             case Cancel():
@@ -403,7 +408,12 @@ class BrokerServer:
             case Progress():
                 share = f" {100 * message.done // message.total} %" if message.total else ""
                 return StageProgressed(
-                    cause=cause, stage=stage, epoch=epoch, detail=f"{message.phase}{share}"
+                    cause=cause,
+                    stage=stage,
+                    epoch=epoch,
+                    detail=f"{message.phase}{share}",
+                    phase=message.phase,
+                    share=min(1.0, message.done / message.total) if message.total else 0.0,
                 )
             case Ready():
                 return StageLoaded(

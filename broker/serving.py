@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from potluck.broker import closing, hop_costs, plans, recovery, requests, scheduler
+from potluck.broker import closing, estimates, hop_costs, plans, recovery, requests, scheduler, timeouts
 from potluck.broker.core import Core
 from potluck.broker.effects import (
     Effect,
@@ -26,6 +26,7 @@ from potluck.broker.state import Chain, InFlight, Stage, StageStatus
 from potluck.wire.errors import (
     CancelledError,
     Phase,
+    QueueFullError,
     RequestError,
     StageError,
     UnavailableError,
@@ -47,11 +48,21 @@ def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
             raise closing.refusal(core)
         requests.check_submission(event, core.state, core.config, core.vocabulary.size)
         if not core.state.ready and not core.moving:
+            after_s = estimates.until_ready_s(core)
             raise UnavailableError(
                 f"No whole chain is ready. {core.missing}",
-                hint="Try again shortly; potluck ps shows the stages.",
+                hint=f"Try again in {after_s} s; potluck ps shows the stages.",
                 phase=Phase.SUBMIT,
-                retry_after_s=2,
+                retry_after_s=after_s,
+            )
+        waiting = len(core.state.waiting)
+        if waiting >= core.config.queue_limit:
+            after_s = estimates.until_room_s(core)
+            raise QueueFullError(
+                f"{waiting} requests wait already, as many as may.",
+                hint=f"Try again in {after_s} s.",
+                phase=Phase.SUBMIT,
+                retry_after_s=after_s,
             )
     except (RequestError, UnavailableError) as error:
         core.tell(event.request, event.cause, f"rejected: {error.what}")
@@ -61,6 +72,7 @@ def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
     request.born = core.state.next_batch
     core.state.requests[request.request] = request
     core.state.waiting[request.request] = None
+    timeouts.watch(core.state, request)
     core.tell(request.request, event.cause, f"accepted with {request.prompt_tokens} prompt tokens")
     yield RequestAccepted(request.request, request.prompt_tokens)
 

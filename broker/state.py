@@ -13,7 +13,7 @@ from potluck.broker.drift import Pace
 from potluck.model.text import TextStream
 from potluck.planner.cost import Place
 from potluck.planner.plan import ChainPlan, StagePlan
-from potluck.wire.errors import PotluckError
+from potluck.wire.errors import Phase, PotluckError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
 from potluck.wire.messages import Assign, HopSums, Slice, StageCounters
@@ -145,6 +145,8 @@ class Request:
     ignore_eos: bool
     text: TextStream
     accepted_s: float
+    due_s: float | None = None
+    """When it has to be finished."""
     chain: ChainId | None = None
     slot: SlotId | None = None
     sent: int = 0
@@ -244,6 +246,19 @@ class Chain:
 
 
 @dataclass(slots=True)
+class Loss:
+    """A stage that is gone, and why."""
+
+    device: DeviceName
+    phase: Phase
+    """What it was doing."""
+    at_s: float
+    error: PotluckError
+    explained: bool = False
+    """Whether its witness has said what it died of."""
+
+
+@dataclass(slots=True)
 class Closing:
     """How a broker that was asked to end stands with that."""
 
@@ -271,6 +286,12 @@ class BrokerState:
     next_batch: int = 1
     tokens_out: int = 0
     ended: int = 0
+    freed: int = 0
+    """Of these, those that gave a slot back."""
+    lost: OrderedDict[StageId, Loss] = field(default_factory=OrderedDict)
+    """The last stages that were lost, oldest first."""
+    due: list[tuple[float, RequestId]] = field(default_factory=list)
+    """Owned by `timeouts`: a heap of when requests have to be finished, with some that have ended."""
     closing: Closing | None = None
     """None while requests are taken."""
 
@@ -333,3 +354,7 @@ class BrokerState:
             assert owner in self.requests, f"ended request {owner} still owns a slot"
         for name in self.waiting:
             assert name in self.requests, f"ended request {name} still waits"
+        for request in self.requests.values():
+            assert request.due_s is None or (request.due_s, request.request) in self.due, (
+                f"nobody looks at the clock for {request.request}"
+            )

@@ -32,6 +32,7 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
         uptime_s=max(0.0, now - started_s),
         tokens_out=state.tokens_out,
         detail="" if state.ready and state.closing is None else machine.missing,
+        retry_after_s=machine.retry_after_s,
     )
 
 

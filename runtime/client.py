@@ -164,12 +164,16 @@ class Client:
         sampling: Sampling | None = None,
         seed: int | None = None,
         ignore_eos: bool = False,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[Accepted | Delta | Finished]:
-        """First Accepted, then a Delta per token, then Finished. Raises the PotluckError that ended the request."""
+        """First Accepted, then a Delta per token, then Finished. Raises the PotluckError that ended the request.
+
+        One that is not finished within `timeout_s` ends with RequestTimeoutError.
+        """
         name = secrets.token_hex(8)
         submit = submit_of(
             name, prompt, messages=messages, tokens=tokens, model=model, max_tokens=max_tokens, stop=stop,
-            sampling=sampling, seed=seed, ignore_eos=ignore_eos,
+            sampling=sampling, seed=seed, ignore_eos=ignore_eos, timeout_s=timeout_s,
         )  # fmt: skip
         frames = _frames(submit)
         async with aclosing(self._run(name, frames)) as events:
@@ -342,6 +346,7 @@ def submit_of(
     sampling: Sampling | None = None,
     seed: int | None = None,
     ignore_eos: bool = False,
+    timeout_s: float | None = None,
 ) -> Submit:
     """The request that these settings mean. Raises InvalidValueError."""
     chosen = sampling or Sampling()
@@ -358,6 +363,7 @@ def submit_of(
         sampling=chosen,
         seed_given=seed is not None or (sampling is not None and sampling.seed != 0),
         ignore_eos=ignore_eos,
+        timeout_s=timeout_s,
     )
 
 

@@ -75,6 +75,12 @@ class Health(_Section, frozen=True):
     standby: tuple[str, ...] = ()
 
 
+class Requests(_Section, frozen=True):
+    """How long requests may take."""
+
+    timeout_seconds: Annotated[float, Meta(ge=0, le=604_800)] | None = None
+
+
 class Security(_Section, frozen=True):
     """Keys and certificates."""
 
@@ -104,6 +110,7 @@ class Settings(_Section, frozen=True):
     transport: TransportSettings = TransportSettings()
     compute: Compute = Compute()
     health: Health = Health()
+    requests: Requests = Requests()
     security: Security = Security()
     logging: Logging = Logging()
 
@@ -172,6 +179,7 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         "heartbeat": settings.health.heartbeat_seconds,
         "misses": settings.health.misses,
         "drain_timeout": settings.health.drain_timeout_seconds,
+        "request_timeout": settings.requests.timeout_seconds,
         "reserve": list(settings.health.standby) or None,
         "log_level": settings.logging.level,
         "log_file": settings.logging.file,

@@ -23,6 +23,7 @@ from potluck.stage.joining import interface_address, serve
 from potluck.stage.machine_facts import Owner
 from potluck.stage.restart import restart
 from potluck.stage.settings import DRAIN_TIMEOUT_S, HANG_S, StageSettings, offers
+from potluck.stage.witness import witness
 from potluck.wire import limits
 from potluck.wire.errors import EngineHangsError, SettingsError, UsageError
 
@@ -162,7 +163,8 @@ def main(
     )
     wanted = Wanted(network_interface, peers, frozenset(offered), discovery_interval)
     try:
-        code = run(serve(broker, settings, listen_address, wanted, network))
+        with witness(settings.device) as watching:
+            code = run(serve(broker, settings, listen_address, wanted, network, watching))
     except EngineHangsError as error:
         restart(error)
     sys.exit(code)

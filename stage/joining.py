@@ -22,6 +22,7 @@ from potluck.runtime.signals import stop_signals
 from potluck.runtime.transport import Transport
 from potluck.runtime.zmq_transport import ZmqTransport
 from potluck.stage.settings import StageSettings
+from potluck.stage.witness import Witness
 from potluck.stage.worker import StageWorker
 from potluck.wire.errors import NoBrokerError, PotluckError
 
@@ -38,13 +39,14 @@ async def serve(
     listen_address: str | None,
     wanted: Wanted,
     network: Network,
+    witness: Witness,
 ) -> int:
     """Runs one stage until SIGINT, SIGTERM or the broker's refusal. Returns the exit code.
 
     Looks for a broker if none is named. Raises NoBrokerError, PortInUseError, SettingsError, EngineHangsError.
     """
     with contextlib.closing(ZmqTransport()) as transport:
-        joining = _Joining(transport, settings, listen_address, wanted, network)
+        joining = _Joining(transport, settings, listen_address, wanted, network, witness)
         life = asyncio.create_task(joining.run(broker))
         stopped: list[signal.Signals] = []
 
@@ -78,6 +80,7 @@ class _Joining:
         listen_address: str | None,
         wanted: Wanted,
         network: Network,
+        witness: Witness,
     ) -> None:
         self.error: PotluckError | None = None
         """What the last worker ended by."""
@@ -86,6 +89,7 @@ class _Joining:
         self._listen_address = listen_address
         self._wanted = wanted
         self._network = network
+        self._witness = witness
         self._worker: StageWorker | None = None
         self._stopping: set[asyncio.Task[None]] = set()
 
@@ -139,6 +143,7 @@ class _Joining:
             log.info("This device's address for others: %s.", advertised or bound)
         settings = replace(self._settings, listen_address=bound, advertise_address=advertised)
         self._worker = StageWorker(self._transport, control_endpoint(broker), settings)
+        self._witness.watch(control_endpoint(broker), self._worker.stage_id)
         try:
             return await self._worker.run()
         finally:

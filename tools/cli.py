@@ -61,6 +61,11 @@ def demo(model: Path | None, prompt: str | None, max_tokens: int) -> None:
 )
 @click.option("--stop", multiple=True, help="End the answer before this text. May be repeated.")
 @click.option(
+    "--timeout",
+    type=click.FloatRange(0, limits.TIMEOUT_S, min_open=True),
+    help="Fail if the answer is not finished after this many seconds.  [default: as the broker says]",
+)
+@click.option(
     "--times/--no-times", default=None, help="A line per token with its time.  [default: on a terminal]"
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end.")
@@ -76,6 +81,7 @@ def infer(
     min_p: float,
     seed: int | None,
     stop: tuple[str, ...],
+    timeout: float | None,
     times: bool | None,
     as_json: bool,
 ) -> None:
@@ -93,7 +99,7 @@ def infer(
             await client.state()  # says at once when nobody answers
             answer = await run_infer(
                 client, text, raw=raw, system=system, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop,
-                console=None if as_json else console, times=show_times,
+                timeout_s=timeout, console=None if as_json else console, times=show_times,
             )  # fmt: skip
         if as_json:
             click.echo(answer.to_json())

@@ -61,6 +61,7 @@ async def infer(
     stop: tuple[str, ...],
     console: Console | None,
     times: bool,
+    timeout_s: float | None = None,
 ) -> Run:
     """Runs one prompt. With a console, prints the text as it comes, or with `times` a line per token."""
     run = Run()
@@ -74,6 +75,7 @@ async def infer(
         sampling=sampling,
         seed=seed,
         stop=stop,
+        timeout_s=timeout_s,
     )
     async with aclosing(stream) as events:
         async for event in events:

@@ -173,6 +173,14 @@ class JournalBusyError(JournalError):
     code = "journal_in_use"
 
 
+class RequestTimeoutError(PotluckError):
+    """The request was not finished in time."""
+
+    code = "timeout"
+    kind = "timeout_error"
+    http_status = 504
+
+
 class CancelledError(PotluckError):
     """The request was cancelled."""
 

@@ -43,6 +43,9 @@ JOBS = 1_000
 JOB_WAIT_S = 60
 """How long a question about a job may wait for its end."""
 
+TIMEOUT_S = 604_800
+"""The longest time that a request can be given: a week."""
+
 NAME_CHARS = 128
 TEXT_CHARS = 16_384
 """Any other text a peer may send: an error's detail, a version, an endpoint."""

@@ -19,7 +19,7 @@ from potluck.wire.forecast import Forecast
 from potluck.wire.frames import Buffer, Header, pack_body, pack_header, unpack_body, unpack_header
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
-from potluck.wire.parts import Body, Count, Endpoint, Layer, Name, Position, Row, Seconds, Slot, Text
+from potluck.wire.parts import Body, Count, Endpoint, Layer, Name, Position, Row, Seconds, Slot, Text, Timeout
 from potluck.wire.sampling import Sampling, TokenLogprobs
 
 _PARTS = frozenset({"self", "what", "hint", "device", "stage", "phase", "param"})
@@ -386,6 +386,8 @@ class Submit(Body, frozen=True):
     seed_given: bool = False
     """Whether `sampling.seed` is the client's; otherwise the broker draws one."""
     ignore_eos: bool = False
+    timeout_s: Timeout | None = None
+    """It fails if it is not finished within this time; None: as the broker's default says."""
 
 
 class Cancel(Body, frozen=True):
@@ -596,6 +598,8 @@ class StateView(Body, frozen=True):
     uptime_s: float = 0.0
     tokens_out: int = 0
     detail: Text = ""
+    retry_after_s: Seconds = 0.0
+    """When a request that is refused now may be taken, as far as that can be told; 0 while they are taken."""
 
 
 class LinkView(Body, frozen=True):

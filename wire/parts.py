@@ -14,6 +14,7 @@ Text = Annotated[str, Meta(max_length=limits.TEXT_CHARS)]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Timeout = Annotated[float, Meta(gt=0.0, le=limits.TIMEOUT_S)]
 Rate = Annotated[float, Meta(ge=0.0, le=1e18)]
 """Something per second."""
 Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
