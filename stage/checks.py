@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from potluck.model.codecs import CODECS, Codec, encoded_bytes
 from potluck.wire.errors import MalformedError, Phase
 from potluck.wire.frames import Buffer
-from potluck.wire.messages import Assign, MicroBatch, Slice
+from potluck.wire.messages import Assign, MicroBatch, Slice, SlotCopy
 
 
 def codec_of(activation: str) -> Codec:
@@ -77,4 +77,20 @@ def check_batch(assign: Assign, message: MicroBatch, arrays: Sequence[Buffer]) -
         raise MalformedError(f"Its arrays have {sizes} bytes where {expected} belong to {rows} tokens.")
 
 
-__all__ = ["check_assign", "check_batch", "check_slice", "codec_of", "phase_of"]
+def check_copy(copy: SlotCopy, arrays: Sequence[Buffer]) -> None:
+    """Raises MalformedError unless the copy is one of a slot of its slice. What it holds is the engine's to judge."""
+    check_slice(copy.slice)
+    wished = copy.slice
+    if copy.slot >= wished.slots:
+        raise MalformedError(f"There is no slot {copy.slot}: the slice has {wished.slots}.")
+    if not 0 < copy.tokens <= wished.context_tokens:
+        raise MalformedError(f"A copy of {copy.tokens} tokens: a slot holds 1 to {wished.context_tokens}.")
+    seen = 4 * copy.tokens if wished.end == wished.model.layers else 0
+    state_bytes, seen_bytes = (memoryview(array).nbytes for array in arrays)
+    if not state_bytes or seen_bytes != seen:
+        raise MalformedError(
+            f"Its arrays have {state_bytes} and {seen_bytes} bytes, the second one needs {seen}."
+        )
+
+
+__all__ = ["check_assign", "check_batch", "check_copy", "check_slice", "codec_of", "phase_of"]

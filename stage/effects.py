@@ -12,8 +12,10 @@ from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
     BatchDone,
     BatchFailed,
+    Copied,
     Goodbye,
     Heartbeat,
+    Keep,
     Leave,
     Measure,
     Measured,
@@ -27,6 +29,7 @@ from potluck.wire.messages import (
     Ready,
     Register,
     Slice,
+    SlotCopy,
     StageFailed,
 )
 
@@ -37,7 +40,7 @@ class SendControl:
 
     message: (
         Register | Heartbeat | Progress | Ready | StageFailed | Goodbye | Measured | MeasureFailed | Probed
-        | Prepared | PrepareFailed | Leave
+        | Prepared | PrepareFailed | Leave | Copied
     )  # fmt: skip
     epoch: Epoch
 
@@ -86,10 +89,13 @@ class CloseSlices:
 
 @dataclass(frozen=True, slots=True)
 class ClearCaches:
-    """This slice is held and wanted: empty every slot, on the compute lane. Ends like a load."""
+    """This slice is held and wanted: empty every slot but for the beginnings to `keep`, on the compute lane. Ends like
+    a load.
+    """
 
     number: int
     slice: Slice
+    keep: tuple[Keep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,9 @@ class ConnectNext:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The epoch is over: drop what is queued for the compute lane and for the next stage, and close the way there."""
+    """The epoch is over: drop what is queued for the compute lane, for the next stage and for the mirrors, and close
+    the ways there.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,41 @@ class SendResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SetMirrors:
+    """Copies go to these data sockets from now on, and nowhere else."""
+
+    endpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCopy:
+    """Copy this slot, on the compute lane."""
+
+    number: int
+    slice: Slice
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendCopy:
+    """Send the copy to every mirror, beside everything else."""
+
+    number: int
+    epoch: Epoch
+    message: SlotCopy
+    arrays: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCopy:
+    """Put a copy that came in into the slot of its slice, on the lane for loading."""
+
+    number: int
+    message: SlotCopy
+    arrays: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The worker ends with this code, because of this error if there is one."""
 
@@ -159,5 +202,5 @@ class Report:
 Effect: TypeAlias = (
     SendControl | Reconnect | StartMeasure | CancelMeasure | StartProbe
     | StartLoad | CloseSlices | ClearCaches | CancelLoad | ConnectNext | Disconnect
-    | StartCompute | ForwardBatch | SendResult | Exit | Report
+    | StartCompute | ForwardBatch | SendResult | SetMirrors | TakeCopy | SendCopy | RestoreCopy | Exit | Report
 )  # fmt: skip

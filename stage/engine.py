@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.wire.frames import Buffer
 from potluck.wire.messages import Span
 from potluck.wire.sampling import Sampling, TokenLogprobs
 
@@ -107,6 +108,9 @@ class Sampler(Protocol):
     def see(self, slot: int, position: int, tokens: Tokens) -> None:
         """These tokens went in at `position`: what the penalties count. Everything from `position` on is replaced."""
 
+    def seen(self, slot: int) -> Tokens:
+        """The tokens that went in, int32[n], all of them; `see` at 0 gives them to another sampler."""
+
     def sample(self, slot: int, position: int, logits: FloatRows) -> tuple[int, TokenLogprobs | None]:
         """The token that follows `position`, from logits float32[vocab], and its log-probabilities if asked for."""
 
@@ -135,6 +139,18 @@ class Engine(Protocol):
 
     def free(self, slot: int) -> None:
         """Empties the slot."""
+
+    def held(self, slot: int) -> int:
+        """How many tokens the slot holds. Raises EngineError for a slot that does not exist."""
+
+    def export(self, slot: int) -> Buffer:
+        """What the engine holds of the slot, for `restore`. Nobody else writes to it. Raises EngineError."""
+
+    def restore(self, slot: int, tokens: int, state: Buffer) -> None:
+        """Puts the `tokens` tokens that an engine of the same slice exported in place of what the slot holds.
+
+        Raises EngineError if it does not hold exactly these then; the slot is empty in that case.
+        """
 
     def sampler(self) -> Sampler:
         """The sampler of the last stage."""

@@ -20,11 +20,13 @@ from potluck.wire.messages import (
     Leave,
     Measure,
     MicroBatch,
+    Mirror,
     Prepare,
     Prepared,
     PrepareFailed,
     Probe,
     Ready,
+    SlotCopy,
     StageFailed,
 )
 from potluck.wire.sampling import TokenLogprobs
@@ -103,6 +105,14 @@ class PrepareAsked(Event):
     """The broker wants slices held besides what is assigned."""
 
     message: Prepare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorAsked(Event):
+    """The broker wants the slots of this epoch copied to others."""
+
+    epoch: Epoch
+    message: Mirror
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +218,12 @@ class LoadProgressed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFinished(Event):
-    """An engine holds the slice, all its slots empty."""
+    """An engine holds the slice, all its slots empty but for those that were `kept`."""
 
     number: int
     loaded: Loaded
     load_s: float
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +305,66 @@ class SendTimedOut(Event):
     after_s: float
 
 
+# ---- copies of slots, numbered by the effect that began them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTaken(Event):
+    """The compute lane has copied a slot, in so many seconds."""
+
+    number: int
+    message: SlotCopy
+    arrays: tuple[Buffer, ...]
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyNotTaken(Event):
+    """The slot was not copied: the engine could not, or the epoch had ended (None)."""
+
+    number: int
+    error: PotluckError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySent(Event):
+    """Every mirror has the copy or is lost."""
+
+    number: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorLost(Event):
+    """A mirror did not take a copy in time; nothing more is sent to it."""
+
+    endpoint: str
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyArrived(Event):
+    """A copy of a slot of another stage came in, its arrays still raw."""
+
+    message: SlotCopy
+    arrays: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRestored(Event):
+    """An engine holds the copy that came in."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyNotRestored(Event):
+    """An engine could not take a copy in: its slot is empty."""
+
+    number: int
+    error: PotluckError
+
+
 # ---- the rest
 
 
@@ -317,10 +388,11 @@ class StopAsked(Event):
 
 
 StageEvent: TypeAlias = (
-    Started | Welcomed | RefusedBy | Assigned | Released | PrepareAsked | Dismissed
+    Started | Welcomed | RefusedBy | Assigned | Released | PrepareAsked | MirrorAsked | Dismissed
     | BrokerReached | BrokerCut | ControlRefused | ControlNotSent
     | MeasureAsked | MeasureProgressed | MeasureFinished | MeasureBroke | MeasureCancelled | ProbeAsked | ProbeEnded
     | LoadProgressed | LoadFinished | LoadFailed | LoadCancelled
     | BatchArrived | DataRefused | BatchComputed | BatchComputeFailed | BatchSkipped | BatchSent | SendTimedOut
+    | CopyTaken | CopyNotTaken | CopySent | MirrorLost | CopyArrived | CopyRestored | CopyNotRestored
     | TimePassed | LeaveAsked | StopAsked
 )  # fmt: skip

@@ -6,20 +6,25 @@ closed while the other lane uses it; a slice that is being loaded is nobody else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+import numpy as np
 
 from potluck.model.facts import read_facts
 from potluck.model.slices import SliceFiles, ensure_slice
 from potluck.model.verified import is_verified
 from potluck.stage.batch import compute_batch
-from potluck.stage.engine import Engine, Loaded, LoadSpec, Sampler, Work
+from potluck.stage.engine import Engine, Loaded, LoadSpec, Sampler, Tokens, Work
 from potluck.stage.events import Computed, Job
 from potluck.stage.state import words_of
 from potluck.wire.errors import EngineError, ModelError, Phase, PotluckError
-from potluck.wire.messages import Slice, int32_array
+from potluck.wire.frames import Buffer
+from potluck.wire.messages import Keep, Slice, SlotCopy, int32_array
+
+_NOTHING: Tokens = np.empty(0, np.int32)
 
 NO_MODEL = Path("no-model")
 """What an engine that needs no file is given as its file."""
@@ -44,11 +49,21 @@ class _Kept:
     sampler: Sampler | None
     loaded: Loaded
     slots: int
+    batch: int = 0
+    """The micro-batch that was computed last."""
 
     def close(self) -> None:
         if self.sampler is not None:
             self.sampler.close()
         self.engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What is loaded, and whether the slots hold what was to be kept."""
+
+    loaded: Loaded
+    kept: bool
 
 
 class Holder:
@@ -147,20 +162,46 @@ class Holder:
             error.phase = error.phase or Phase.SLICE
             raise
 
-    def clear(self, held: Slice) -> Loaded:
-        """Empties every slot of the slice, and its sampler. Raises EngineError."""
+    def clear(self, held: Slice, keep: Sequence[Keep] = ()) -> Cleared:
+        """Empties every slot of the slice, and its sampler, but for the first tokens of those in `keep`; if some of
+        these are not there, all of them. How slots are sampled is forgotten in any case. Raises EngineError.
+        """
         kept = self._find(held)
+        seen = _trimmed(kept, keep)
         for slot in range(kept.slots):
-            kept.engine.free(slot)
+            if slot not in seen:
+                kept.engine.free(slot)
         if kept.sampler is not None:
             kept.sampler.close()
             kept.sampler = kept.engine.sampler()
-        return kept.loaded
+            for slot, tokens in seen.items():
+                kept.sampler.see(slot, 0, tokens)
+        kept.batch = 0
+        return Cleared(kept.loaded, bool(seen))
+
+    def take(self, held: Slice, slot: int) -> tuple[SlotCopy, tuple[Buffer, ...]]:
+        """A copy of a slot and its arrays; these are empty if the slot is. Raises EngineError."""
+        kept = self._find(held)
+        tokens = kept.engine.held(slot)
+        copy = SlotCopy(held, slot, tokens, kept.batch)
+        if tokens == 0:
+            return copy, (b"", b"")
+        seen = b"" if kept.sampler is None else _seen(kept.sampler, slot, tokens).astype("<i4").tobytes()
+        return copy, (kept.engine.export(slot), seen)
+
+    def restore(self, copy: SlotCopy, arrays: Sequence[Buffer]) -> None:
+        """Puts a copy in place of what its slot holds. Raises EngineError; the slot is empty then."""
+        kept = self._find(copy.slice)
+        kept.engine.restore(copy.slot, copy.tokens, arrays[0])
+        if kept.sampler is not None:
+            kept.sampler.see(copy.slot, 0, int32_array(arrays[1], copy.tokens))
 
     def compute(self, job: Job) -> Computed:
         """One micro-batch, by the slice of its assignment. Raises PotluckError."""
         kept = self._find(job.assign.slice)
-        return compute_batch(kept.engine, kept.sampler, job)
+        computed = compute_batch(kept.engine, kept.sampler, job)
+        kept.batch = job.message.batch
+        return computed
 
     def _find(self, held: Slice) -> _Kept:
         kept = self._kept.get(held)
@@ -189,4 +230,25 @@ class Holder:
         self.drop(list(self._kept))
 
 
-__all__ = ["NO_MODEL", "Holder", "Models", "Progressed"]
+def _trimmed(kept: _Kept, keep: Sequence[Keep]) -> dict[int, Tokens]:
+    """The slots, trimmed, with what their sampler has seen; none of them if one holds fewer tokens."""
+    seen: dict[int, Tokens] = {}
+    try:
+        for each in keep:
+            kept.engine.trim(each.slot, each.tokens)
+            sampler = kept.sampler
+            seen[each.slot] = _NOTHING if sampler is None else _seen(sampler, each.slot, each.tokens)
+    except EngineError:
+        return {}
+    return seen
+
+
+def _seen(sampler: Sampler, slot: int, tokens: int) -> Tokens:
+    """The first tokens that a slot's sampler has seen. Raises EngineError if these are fewer."""
+    seen = sampler.seen(slot)
+    if len(seen) < tokens:
+        raise EngineError(f"Slot {slot} holds {tokens} tokens, its sampler has seen {len(seen)}.", slot=slot)
+    return seen[:tokens]
+
+
+__all__ = ["NO_MODEL", "Cleared", "Holder", "Models", "Progressed"]

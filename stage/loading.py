@@ -117,15 +117,18 @@ class Loading:
             yield CloseSlices(free)
 
     def _clear(self) -> Iterator[Effect]:
-        """What is assigned and held already needs empty caches, and no more."""
+        """What is assigned and held already needs empty caches, but for what is to be kept, and no more."""
         state, wanted = self._state, self._state.wanted
         if wanted is None or not wanted.is_open or state.clearing is not None:
             return
+        if state.restoring is not None and state.restoring.message.slice == wanted.slice:
+            return  # its engine is in the hands of the other lane for a moment
         held = state.held.get(wanted.slice)
         if held is not None and held.is_trusted:
             self._number += 1
             state.clearing = Clearing(self._number, wanted.slice)
-            yield ClearCaches(self._number, wanted.slice)
+            held.copies.clear()
+            yield ClearCaches(self._number, wanted.slice, wanted.assign.keep)
 
     def _load(self) -> Iterator[Effect]:
         state = self._state
@@ -186,7 +189,11 @@ class Loading:
         self._state.held[ended].breaks = 0
         wanted = self._state.wanted
         if wanted is not None and wanted.is_open and wanted.slice == ended:
-            yield from self.conclude(wanted, _ready(event.loaded, event.load_s), event.cause, now)
+            if event.kept:
+                wanted.held = {keep.slot: keep.tokens for keep in wanted.assign.keep}
+                wanted.fresh = dict(wanted.held)
+            ready = _ready(event.loaded, event.load_s, kept=event.kept)
+            yield from self.conclude(wanted, ready, event.cause, now)
 
     def _loaded(
         self, event: LoadFinished | LoadFailed | LoadCancelled, ended: Slice, now: float
@@ -261,8 +268,9 @@ class Loading:
             yield SendControl(prepare.outcomes[index], self._state.epoch)
 
 
-def _ready(loaded: Loaded, load_s: float) -> Ready:
-    return Ready(load_s, loaded.weights_bytes + loaded.copied_bytes, loaded.kv_bytes, loaded.compute_bytes)
+def _ready(loaded: Loaded, load_s: float, *, kept: bool = False) -> Ready:
+    weights_bytes = loaded.weights_bytes + loaded.copied_bytes
+    return Ready(load_s, weights_bytes, loaded.kv_bytes, loaded.compute_bytes, kept)
 
 
 __all__ = ["PROGRESS_EVERY_S", "Loading"]

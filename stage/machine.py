@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from potluck.stage import hanging
 from potluck.stage.batches import Batches
-from potluck.stage.checks import check_assign
+from potluck.stage.checks import check_assign, check_copy
+from potluck.stage.copies import Copies
 from potluck.stage.effects import (
     ConnectNext,
     Disconnect,
@@ -32,6 +33,12 @@ from potluck.stage.events import (
     BrokerReached,
     ControlNotSent,
     ControlRefused,
+    CopyArrived,
+    CopyNotRestored,
+    CopyNotTaken,
+    CopyRestored,
+    CopySent,
+    CopyTaken,
     DataRefused,
     Dismissed,
     LeaveAsked,
@@ -44,6 +51,8 @@ from potluck.stage.events import (
     MeasureCancelled,
     MeasureFinished,
     MeasureProgressed,
+    MirrorAsked,
+    MirrorLost,
     PrepareAsked,
     ProbeAsked,
     ProbeEnded,
@@ -60,6 +69,7 @@ from potluck.stage.leaving import Leaving
 from potluck.stage.loading import Loading
 from potluck.stage.measuring import Measuring
 from potluck.stage.membership import Membership
+from potluck.stage.mirroring import Mirroring
 from potluck.stage.state import Assignment, StageIdentity, StageState, StageStatus, Sums, words_of
 from potluck.wire.errors import (
     EngineHangsError,
@@ -105,6 +115,8 @@ class StageMachine:
         self.membership = Membership(me, broker, self.state.broker, self.story)
         self.measuring = Measuring(me.placed)
         self.leaving = Leaving(self.state, self.story, drain_timeout_s)
+        self.mirroring = Mirroring(self.state, self.story)
+        self.copies = Copies(self.state, self.story, lambda: self.measuring.under_way is not None)
         self._now = 0.0
 
     # ---- the interface
@@ -113,6 +125,8 @@ class StageMachine:
         """What is to be done because of `event`, in order. `now` never goes back."""
         self._now = now
         effects = [] if self.state.stopped else list(self._handle(event))
+        if not self.state.stopped and self.copies.waits:
+            effects += self.copies.step()
         if not self.state.stopped and self.leaving.is_over(now):
             effects += self._stop(event.cause, self.leaving.reason)
         return effects
@@ -165,6 +179,7 @@ class StageMachine:
                 yield from self.batches.refused(event, self._now)
             case BatchComputed():
                 yield from self.batches.computed(event, self._now)
+                yield from self.mirroring.computed(event, self._now)
                 yield from self._lane_moved(event)
             case BatchComputeFailed():
                 yield from self.batches.failed(event, self._now)
@@ -178,8 +193,23 @@ class StageMachine:
                     self.state.sums.bytes_out += event.bytes_out
             case SendTimedOut():
                 yield from self.batches.timed_out(event, self._now)
+            case MirrorAsked():
+                yield from self.mirroring.ask(event, self._now)
+            case CopyTaken() | CopyNotTaken():
+                yield from self.mirroring.taken(event, self._now)
+                yield from self._lane_moved(event)
+            case CopySent():
+                yield from self.mirroring.sent(event, self._now)
+            case MirrorLost():
+                yield from self.mirroring.lost(event, self._now)
+            case CopyArrived():
+                yield from self._copy_arrived(event)
+            case CopyRestored() | CopyNotRestored():
+                yield from self.copies.ended(event, self._now)
+                yield from self.loading.settle(event.cause, self._now)
             case TimePassed():
                 yield from self._time_passed(event)
+                yield from self.mirroring.step(self._now)
             case LeaveAsked():
                 yield from self.leaving.ask(event, self._now)
             case StopAsked():
@@ -187,7 +217,12 @@ class StageMachine:
 
     def next_deadline(self) -> float | None:
         """When `handle(TimePassed())` is due, on the clock of `now`; None while nothing is waited for."""
-        dues = (self.membership.next_deadline(), self.leaving.due_s, self.state.hang_due_s)
+        dues = (
+            self.membership.next_deadline(),
+            self.leaving.due_s,
+            self.state.hang_due_s,
+            self.mirroring.next_deadline(),
+        )
         return None if self.state.stopped else min((due for due in dues if due is not None), default=None)
 
     def validate(self) -> None:
@@ -199,6 +234,7 @@ class StageMachine:
     def _welcomed(self, event: Welcomed) -> Iterator[Effect]:
         if self.membership.is_awaited():
             self.loading.spare()
+            self.copies.forget()
             yield from self._forget_assignment()
             self.state.broker.cut = False
             self.state.epoch, self.state.spoken = event.epoch, False
@@ -270,6 +306,7 @@ class StageMachine:
 
     def _halt(self) -> None:
         self.state.stopped = True
+        self.mirroring.end()
         self.state.broker.register_due_s = self.state.broker.beat_due_s = None
 
     # ---- assignments
@@ -326,6 +363,7 @@ class StageMachine:
     def _forget_assignment(self) -> Iterator[Effect]:
         if self.state.wanted is not None:
             self.state.wanted = None
+            self.mirroring.end()
             yield Disconnect()
 
     def _not_sent(self, event: ControlNotSent) -> None:
@@ -340,7 +378,17 @@ class StageMachine:
                 if wanted is not None and wanted.epoch == event.epoch and wanted.outcome == outcome:
                     wanted.told = False
 
-    def _lane_moved(self, event: BatchComputed | BatchComputeFailed | BatchSkipped) -> Iterator[Effect]:
+    def _copy_arrived(self, event: CopyArrived) -> Iterator[Effect]:
+        try:
+            check_copy(event.message, event.arrays)
+        except MalformedError as error:
+            yield from self.batches.refused(DataRefused(cause=event.cause, error=error), self._now)
+        else:
+            self.copies.arrived(event)
+
+    def _lane_moved(
+        self, event: BatchComputed | BatchComputeFailed | BatchSkipped | CopyTaken | CopyNotTaken
+    ) -> Iterator[Effect]:
         if self.loading.waits:
             yield from self.loading.settle(event.cause, self._now)
 

@@ -22,7 +22,7 @@ from potluck.runtime.address import seen_from
 from potluck.runtime.replies import Replies
 from potluck.runtime.transport import Pull, Push, Transport
 from potluck.stage.compute import ComputeLane, LaneJob, Spent
-from potluck.stage.effects import ConnectNext, ForwardBatch, SendResult
+from potluck.stage.effects import ConnectNext, ForwardBatch, SendResult, TakeCopy
 from potluck.stage.events import (
     BatchArrived,
     BatchComputed,
@@ -30,24 +30,28 @@ from potluck.stage.events import (
     BatchSent,
     BatchSkipped,
     Computed,
+    CopyArrived,
+    CopyNotTaken,
+    CopyTaken,
     DataRefused,
     Job,
     SendTimedOut,
     StageEvent,
 )
 from potluck.stage.holder import Holder
+from potluck.stage.mirrors import Mirrors
 from potluck.stage.probe import Prober
 from potluck.wire.errors import EngineError, OutOfMemoryError, PotluckError, WireError
 from potluck.wire.frames import Buffer
 from potluck.wire.ids import Epoch
-from potluck.wire.messages import BatchDone, MicroBatch, Ping, Pong, decode, encode
+from potluck.wire.messages import BatchDone, MicroBatch, Ping, Pong, SlotCopy, decode, encode
 
 log = logging.getLogger("potluck.stage")
 T = TypeVar("T")
 
 PLACES = 4
 """Micro-batches inside a stage: one that is sent, one that is computed, and two that wait for one or the other."""
-ACCEPT: frozenset[type] = frozenset({MicroBatch, Ping, Pong})
+ACCEPT: frozenset[type] = frozenset({MicroBatch, Ping, Pong, SlotCopy})
 
 
 def attempt(work: Callable[[], T]) -> T | PotluckError:
@@ -141,6 +145,7 @@ class Pipeline:
         self._loop = asyncio.get_running_loop()
         self._replies = Replies(transport, broker_endpoint)
         self.prober = Prober(transport, broker_endpoint, data_endpoint, clock)
+        self.mirrors = Mirrors(transport, broker_endpoint, self.prober, feed, send_timeout_s)
         self._way: _Way | None = None
         self._on_lane = 0
         self._generation = 0
@@ -186,6 +191,9 @@ class Pipeline:
                 self._feed(
                     BatchArrived(cause=cause, epoch=envelope.epoch, message=message, arrays=envelope.arrays)
                 )
+            elif isinstance(message, SlotCopy):
+                cause = f"copy after batch {message.batch}"
+                self._feed(CopyArrived(cause=cause, message=message, arrays=envelope.arrays))
             elif isinstance(message, Ping):
                 self._answer(message)
             elif isinstance(message, Pong):
@@ -221,6 +229,28 @@ class Pipeline:
         self._on_lane += 1
         self._lane.submit(LaneJob(work, done, lambda: 0.0 if skipped() else self._holder.cost_s(job)))
 
+    def take_copy(self, effect: TakeCopy) -> None:
+        """Queues the copying of a slot for the lane."""
+        generation, cause = self._generation, f"copy {effect.number}"
+
+        def work() -> tuple[SlotCopy, tuple[Buffer, ...]] | PotluckError | None:
+            if generation != self._generation:
+                return None
+            return attempt(lambda: self._holder.take(effect.slice, effect.slot))
+
+        def done(result: tuple[SlotCopy, tuple[Buffer, ...]] | PotluckError | None, spent: Spent) -> None:
+            event: StageEvent
+            if result is None or isinstance(result, PotluckError):
+                event = CopyNotTaken(cause=cause, number=effect.number, error=result)
+            else:
+                message, arrays = result
+                event = CopyTaken(
+                    cause=cause, number=effect.number, message=message, arrays=arrays, took_s=spent.compute_s
+                )
+            self._feed(event)
+
+        self._lane.submit(LaneJob(work, done))
+
     # ---- send
 
     def connect(self, to: ConnectNext) -> None:
@@ -238,8 +268,9 @@ class Pipeline:
         self._way = _Way(next_push, results, self._send)
 
     def disconnect(self) -> None:
-        """Drops what waits for the lane or for the way out, and closes that way."""
+        """Drops what waits for the lane or for a way out, and closes the ways."""
         self._generation += 1
+        self.mirrors.close()
         if self._way is not None:
             self._way.close()
             self._way = None

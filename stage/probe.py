@@ -71,7 +71,7 @@ class Prober:
         async def ping(array: Buffer, patience_s: float) -> float:
             nonlocal index
             index += 1
-            return await self._ping(push, probe.number, index, array, patience_s)
+            return await self.ping(push, probe.number, index, array, patience_s)
 
         small = bytes(SMALL_BYTES)
         await ping(small, FIRST_S)
@@ -90,8 +90,8 @@ class Prober:
             large.append(LargePing(size, await ping(memoryview(noise)[:size], ANSWER_S)))
         return link_timing(small_s, large)
 
-    async def _ping(self, push: Push, number: int, index: int, array: Buffer, patience_s: float) -> float:
-        """Seconds until the answer was there. Raises TimeoutError."""
+    async def ping(self, push: Push, number: int, index: int, array: Buffer, patience_s: float) -> float:
+        """Seconds until the answer was there; number and index are nobody else's meanwhile. Raises TimeoutError."""
         wait: asyncio.Future[float] = self._loop.create_future()
         self._waits[number, index] = wait
         begun_s = self._clock()

@@ -16,6 +16,7 @@ from potluck.wire.messages import (
     PrepareFailed,
     Ready,
     Slice,
+    SlotCopy,
     StageCounters,
     StageFailed,
 )
@@ -80,6 +81,10 @@ class Assignment:
     """False while the outcome could not be sent."""
     newest: int = -1
     """The micro-batch that came last. Their numbers grow."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Tokens by slot, after the micro-batches that are computed."""
+    fresh: dict[int, int] = field(default_factory=dict)
+    """Tokens computed since the slot was copied, by slot; more than it holds if some were forgotten again."""
 
     @property
     def slice(self) -> Slice:
@@ -112,26 +117,40 @@ class Clearing:
 
 
 @dataclass(slots=True)
-class Running:
-    """A micro-batch that the compute lane was given."""
-
-    job: Job
-    due_s: float | None = None
-    """When it counts as hanging, once its epoch is over."""
-
-
-@dataclass(slots=True)
 class Held:
     """A slice that is loaded."""
 
     loaded: Loaded
     breaks: int = 0
     """Micro-batches in a row that its engine could not compute."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """By slot, the micro-batch after which the copy in it was taken; what is in other slots is known to nobody."""
 
     @property
     def is_trusted(self) -> bool:
         """Whether the engine may serve another epoch."""
         return self.breaks < RELOAD_AFTER_BREAKS
+
+
+@dataclass(slots=True)
+class Restoring:
+    """The one copy that goes into a slice on standby."""
+
+    number: int
+    message: SlotCopy
+    held: Held
+    """Where it goes. If that is closed meanwhile, the copy is gone with it."""
+    void: bool = False
+    """Whether it means nothing any more."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A micro-batch that the compute lane was given."""
+
+    job: Job
+    due_s: float | None = None
+    """When it counts as hanging, once its epoch is over."""
 
 
 @dataclass(slots=True)
@@ -212,6 +231,9 @@ class StageState:
     held: dict[Slice, Held] = field(default_factory=dict)
     load: Load | None = None
     clearing: Clearing | None = None
+    copying: tuple[int, Slice] | None = None
+    """The number and the slice of the copy that the compute lane takes."""
+    restoring: Restoring | None = None
     running: list[Running] = field(default_factory=list)
     """In the order the compute lane got them."""
     slowest_token_s: float = 0.0
@@ -245,8 +267,12 @@ class StageState:
     @property
     def busy(self) -> frozenset[Slice]:
         """What the compute lane is using, or will be: its engine is nobody else's."""
-        used = frozenset(running.job.assign.slice for running in self.running)
-        return used if self.clearing is None else used | {self.clearing.slice}
+        used = {running.job.assign.slice for running in self.running}
+        if self.clearing is not None:
+            used.add(self.clearing.slice)
+        if self.copying is not None:
+            used.add(self.copying[1])
+        return frozenset(used)
 
     @property
     def hang_due_s(self) -> float | None:
@@ -291,4 +317,6 @@ class StageState:
                 "caches are empty before it serves"
             )
         if self.status is StageStatus.LOADING:
-            assert self.load or self.clearing or self.busy, "something is done for what is wanted"
+            assert self.load or self.clearing or self.busy or self.restoring, (
+                "something is done for what is wanted"
+            )

@@ -6,6 +6,7 @@ Many workers can run in one process: everything that differs comes in by `StageS
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -31,12 +32,16 @@ from potluck.stage.effects import (
     ForwardBatch,
     Reconnect,
     Report,
+    RestoreCopy,
     SendControl,
+    SendCopy,
     SendResult,
+    SetMirrors,
     StartCompute,
     StartLoad,
     StartMeasure,
     StartProbe,
+    TakeCopy,
 )
 from potluck.stage.engine import Engine, Loaded
 from potluck.stage.engines import make_engine
@@ -46,6 +51,8 @@ from potluck.stage.events import (
     BrokerReached,
     ControlNotSent,
     ControlRefused,
+    CopyNotRestored,
+    CopyRestored,
     Dismissed,
     LeaveAsked,
     LoadCancelled,
@@ -57,6 +64,7 @@ from potluck.stage.events import (
     MeasureCancelled,
     MeasureFinished,
     MeasureProgressed,
+    MirrorAsked,
     PrepareAsked,
     ProbeAsked,
     ProbeEnded,
@@ -68,7 +76,7 @@ from potluck.stage.events import (
     TimePassed,
     Welcomed,
 )
-from potluck.stage.holder import Holder, Models, Progressed
+from potluck.stage.holder import Cleared, Holder, Models, Progressed
 from potluck.stage.machine import StageMachine
 from potluck.stage.pipeline import Pipeline, attempt
 from potluck.stage.settings import StageSettings
@@ -82,6 +90,7 @@ from potluck.wire.messages import (
     Farewell,
     Leave,
     Measure,
+    Mirror,
     Prepare,
     Prepared,
     PrepareFailed,
@@ -98,7 +107,9 @@ from potluck.wire.messages import (
 
 log = logging.getLogger("potluck.stage")
 
-CONTROL: frozenset[type] = frozenset({Welcome, Refused, Assign, Release, Measure, Probe, Prepare, Farewell})
+CONTROL: frozenset[type] = frozenset(
+    {Welcome, Refused, Assign, Release, Measure, Probe, Prepare, Farewell, Mirror}
+)
 Measurer: TypeAlias = Callable[[Measure, Callable[[], bool], Progressed], Profile | None]
 """Measures this device; None if that was no longer wanted on the way. Raises PotluckError. Runs on the load lane."""
 RETOLD = Ready | StageFailed | Prepared | PrepareFailed | Leave
@@ -301,8 +312,16 @@ class StageWorker:
                 self._load(number, wished)
             case CloseSlices(slices):
                 self._load_lane.submit(LaneJob(lambda: attempt(lambda: self._holder.drop(slices)), _ignore))
-            case ClearCaches(number, held):
-                self._on_lane(self._lane, number, lambda: self._holder.clear(held))
+            case ClearCaches(number, held, keep):
+                self._on_lane(self._lane, number, lambda: self._holder.clear(held, keep))
+            case SetMirrors(endpoints):
+                self._pipeline.mirrors.set(endpoints)
+            case TakeCopy():
+                self._pipeline.take_copy(effect)
+            case SendCopy():
+                self._pipeline.mirrors.send(effect)
+            case RestoreCopy():
+                self._restore(effect)
             case CancelLoad(number):
                 self._cancelled_load = number
             case ConnectNext():
@@ -358,16 +377,34 @@ class StageWorker:
 
         self._on_lane(self._load_lane, number, lambda: self._holder.load(wished, wanted, progressed))
 
-    def _on_lane(self, lane: ComputeLane, number: int, work: Callable[[], Loaded | None]) -> None:
-        def done(result: Loaded | PotluckError | None, spent: Spent) -> None:
+    def _restore(self, effect: RestoreCopy) -> None:
+        number, cause = effect.number, f"copy after batch {effect.message.batch}"
+
+        def done(error: PotluckError | None, _: Spent) -> None:
+            if error is None:
+                self.feed(CopyRestored(cause=cause, number=number))
+            else:
+                self.feed(CopyNotRestored(cause=cause, number=number, error=error))
+
+        work = functools.partial(self._holder.restore, effect.message, effect.arrays)
+        self._load_lane.submit(LaneJob(lambda: attempt(work), done))
+
+    def _on_lane(self, lane: ComputeLane, number: int, work: Callable[[], Loaded | Cleared | None]) -> None:
+        def done(result: Loaded | Cleared | PotluckError | None, spent: Spent) -> None:
             cause = f"load {number}"
+            kept = isinstance(result, Cleared) and result.kept
+            if isinstance(result, Cleared):
+                result = result.loaded
             match result:
                 case None:
                     self.feed(LoadCancelled(cause=cause, number=number))
                 case PotluckError():
                     self.feed(LoadFailed(cause=cause, number=number, error=result))
                 case Loaded():
-                    self.feed(LoadFinished(cause=cause, number=number, loaded=result, load_s=spent.compute_s))
+                    load_s = spent.compute_s
+                    self.feed(
+                        LoadFinished(cause=cause, number=number, loaded=result, load_s=load_s, kept=kept)
+                    )
 
         lane.submit(LaneJob(lambda: attempt(work), done))
 
@@ -441,6 +478,8 @@ def _event_of(envelope: Envelope) -> StageEvent:
             return Assigned(cause=cause, epoch=epoch, assign=assign)
         case Release():
             return Released(cause=cause, epoch=epoch)
+        case Mirror() as mirror:
+            return MirrorAsked(cause=cause, epoch=epoch, message=mirror)
         case Prepare() as prepare:
             return PrepareAsked(cause=cause, message=prepare)
         case Farewell():

@@ -99,14 +99,18 @@ class BrokerSide:
 
 
 class ScriptedBroker(BrokerSide):
-    """A broker's sockets on a network in memory, and the messages that came in, for one stage worker."""
+    """A broker's sockets on a network in memory, and the messages that came in, for one stage worker.
 
-    def __init__(self, network: MemoryNetwork | None = None) -> None:
+    `suffix` tells the hosts of several on one network apart.
+    """
+
+    def __init__(self, network: MemoryNetwork | None = None, suffix: str = "") -> None:
         self.network = network or MemoryNetwork()
-        self.transport = self.network.host("broker")
-        super().__init__(self.transport.router("tcp://broker:7946"))
-        self.results = self.transport.pull(RESULTS)
-        self.next = self.network.host("next").pull(NEXT)
+        self.suffix = suffix
+        self.transport = self.network.host(f"broker{suffix}")
+        super().__init__(self.transport.router(f"tcp://broker{suffix}:7946"))
+        self.results = self.transport.pull(RESULTS.replace("broker", f"broker{suffix}"))
+        self.next = self.network.host(f"next{suffix}").pull(NEXT.replace("next", f"next{suffix}"))
         self.push: Push | None = None
         self.worker: StageWorker
 
@@ -121,7 +125,7 @@ class ScriptedBroker(BrokerSide):
             "dev", {MODEL.fingerprint: None}, engine="fake", listen_address="*"
         )
         self.worker = StageWorker(
-            self.network.host("dev"),
+            self.network.host(f"dev{self.suffix}"),
             self.control.endpoint,
             settings,
             engine=engine,

@@ -6,6 +6,7 @@ cost; it never sleeps, whoever drives it does. `fake_model` has the arithmetic a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ from potluck.stage.engines.fake_model import (
 from potluck.stage.engines.fake_vocabulary import FakeVocabulary
 from potluck.stage.engines.slots import SlotTable
 from potluck.wire.errors import EngineError, PotluckError
+from potluck.wire.frames import Buffer
 from potluck.wire.messages import Span
 from potluck.wire.sampling import GREEDY, Sampling, TokenLogprobs
 
@@ -37,7 +39,7 @@ class FakeSampler:
     """Greedy, or a draw that is a function of (seed, position, logits). It checks what it sees, and counts nothing."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, list[int]] = {}
+        self._seen: dict[int, list[int]] = {}
         """Per slot, the tokens that went in so far."""
         self._samplings: dict[int, Sampling] = {}
 
@@ -47,12 +49,16 @@ class FakeSampler:
 
     def see(self, slot: int, position: int, tokens: Tokens) -> None:
         """See Sampler. Raises EngineError when tokens before `position` were never seen."""
-        seen = self.seen.setdefault(slot, [])
+        seen = self._seen.setdefault(slot, [])
         if position > len(seen):
             raise EngineError(
                 f"Slot {slot}: tokens from {position} were seen, but only {len(seen)} before them."
             )
         seen[position:] = tokens.tolist()
+
+    def seen(self, slot: int) -> Tokens:
+        """See Sampler."""
+        return np.array(self._seen.get(slot, ()), np.int32)
 
     def sample(self, slot: int, position: int, logits: FloatRows) -> tuple[int, TokenLogprobs | None]:
         """See Sampler. Raises EngineError for NaN."""
@@ -63,7 +69,7 @@ class FakeSampler:
 
     def close(self) -> None:
         """See Sampler."""
-        self.seen.clear()
+        self._seen.clear()
 
 
 class FakeEngine:
@@ -176,6 +182,29 @@ class FakeEngine:
     def free(self, slot: int) -> None:
         """See Engine."""
         self.trim(slot, 0)
+
+    def held(self, slot: int) -> int:
+        """See Engine."""
+        self._loaded()
+        return self._table.held(slot)
+
+    def export(self, slot: int) -> Buffer:
+        """See Engine: the first layer, then its sums up to each token, and those of the layers after it."""
+        spec = self._loaded()
+        sums = self._sums[:, slot, : self._table.held(slot) + 1]
+        return np.int32(spec.first).tobytes() + sums.tobytes()
+
+    def restore(self, slot: int, tokens: int, state: Buffer) -> None:
+        """See Engine."""
+        spec = self._loaded()
+        self._table.put(slot, 0)
+        self._table.check_copy(slot, tokens)
+        raw = bytes(state)
+        shape = (len(self._sums), tokens + 1, self.width)
+        if raw[:4] != np.int32(spec.first).tobytes() or len(raw) != 4 + 2 * math.prod(shape):
+            raise EngineError(f"The copy of slot {slot} does not fit this slice.", slot=slot, tokens=tokens)
+        self._sums[:, slot, : tokens + 1] = np.frombuffer(raw[4:], np.int16).reshape(shape)
+        self._table.put(slot, tokens)
 
     def sampler(self) -> FakeSampler:
         """See Engine."""

@@ -33,8 +33,10 @@ from potluck.stage.engines.llama_lib import (
 )
 from potluck.stage.engines.llama_rows import best_sizes, time_rows
 from potluck.stage.engines.llama_sampler import LlamaSampler
+from potluck.stage.engines.llama_state import SlotStates
 from potluck.stage.engines.slots import SlotTable
 from potluck.wire.errors import EngineError, OutOfMemoryError, Phase, PotluckError
+from potluck.wire.frames import Buffer
 from potluck.wire.messages import Span
 
 
@@ -67,6 +69,18 @@ class LlamaEngine:
     def free(self, slot: int) -> None:
         """See Engine."""
         self._loaded().trim(slot, 0)
+
+    def held(self, slot: int) -> int:
+        """See Engine."""
+        return self._loaded().held(slot)
+
+    def export(self, slot: int) -> Buffer:
+        """See Engine."""
+        return self._loaded().export(slot)
+
+    def restore(self, slot: int, tokens: int, state: Buffer) -> None:
+        """See Engine."""
+        self._loaded().restore(slot, tokens, state)
 
     def sampler(self) -> LlamaSampler:
         """See Engine. Raises EngineError on a stage that is not the last."""
@@ -129,6 +143,7 @@ class _Slice:
             self._closing.callback(api.llama_free, context)
             self._context = context
             self._memory = api.llama_get_memory(context)
+            self._states = SlotStates(self.library, context, self._memory)
             sections = loading.position_sections(self.library, model)
             self._arrays = CallArrays(api, rows, None if self._takes_tokens else self.width, sections)
             self.vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)) if spec.is_last else 0
@@ -304,6 +319,26 @@ class _Slice:
         """See Engine."""
         if self._table.trim(slot, keep):
             self._remove(slot, keep)
+
+    def held(self, slot: int) -> int:
+        """See Engine."""
+        return self._table.held(slot)
+
+    def export(self, slot: int) -> Buffer:
+        """See Engine."""
+        self._table.held(slot)
+        return self._states.read(slot)
+
+    def restore(self, slot: int, tokens: int, state: Buffer) -> None:
+        """See Engine."""
+        self._table.put(slot, 0)
+        try:
+            self._table.check_copy(slot, tokens)
+        except EngineError:
+            self._states.empty(slot)
+            raise
+        self._states.write(slot, tokens, state)
+        self._table.put(slot, tokens)
 
     def _remove(self, slot: int, first: int) -> None:
         """Forgets the slot's positions from `first` on; if llama.cpp can't, the whole slot, and says so."""

@@ -62,6 +62,10 @@ class LlamaSampler:
                 chooser.forget(position)
         seen.frombytes(np.ascontiguousarray(tokens, np.intc).tobytes())
 
+    def seen(self, slot: int) -> Tokens:
+        """See Sampler."""
+        return np.array(self._seen.get(slot, ()), np.int32)
+
     def sample(self, slot: int, position: int, logits: FloatRows) -> tuple[int, TokenLogprobs | None]:
         """See Sampler. Raises EngineError for NaN, infinite logits, or a row of another length."""
         if logits.shape != (self._vocab,):

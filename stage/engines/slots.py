@@ -71,6 +71,19 @@ class SlotTable:
             raise EngineError(f"There is no slot {slot}: this stage has {len(self.lengths)}.")
         return self.lengths[slot]
 
+    def put(self, slot: int, tokens: int) -> None:
+        """The slot holds other tokens now, this many."""
+        self.held(slot)
+        self.lengths[slot] = tokens
+
+    def check_copy(self, slot: int, tokens: int) -> None:
+        """Raises EngineError unless the slot exists and could hold that many tokens."""
+        self.held(slot)
+        if not 0 < tokens <= self.context_tokens:
+            raise EngineError(
+                f"A copy of {tokens} tokens: slot {slot} holds 1 to {self.context_tokens}.", slot=slot
+            )
+
     def trim(self, slot: int, keep: int) -> bool:
         """Keeps the first `keep` tokens. Whether anything went away; raises EngineError if the slot has fewer."""
         held = self.held(slot)

@@ -226,7 +226,7 @@ def test_the_sampler_notices_tokens_it_never_saw() -> None:
     sampler = FakeSampler()
     sampler.see(0, 0, np.array([1, 2, 3], np.int32))
     sampler.see(0, 1, np.array([9], np.int32))
-    assert sampler.seen[0] == [1, 9]
+    assert sampler.seen(0).tolist() == [1, 9]
     with pytest.raises(EngineError):
         sampler.see(0, 3, np.array([4], np.int32))
 
