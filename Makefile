@@ -9,7 +9,7 @@ BIN = .venv/bin
 RUFF = $(BIN)/ruff
 PYTEST = $(BIN)/pytest
 
-.PHONY: help demo test check bench sim-long bootstrap lint format types clean
+.PHONY: help demo test check bench sim-long kill-broker bootstrap lint format types clean
 
 help:
 	@echo 'make demo     set up, then run a small cluster on this machine and talk to it'
@@ -17,6 +17,7 @@ help:
 	@echo 'make check    lint, types, and the tests that need neither network nor model (under 2 minutes)'
 	@echo 'make sim-long put whole clusters on virtual time through 100,000 random steps and faults'
 	@echo 'make bench    measure tokens per second over two stages, each on its own core'
+	@echo 'make kill-broker   kill the broker 20 times under load and look for lost jobs'
 	@echo 'make format   let ruff format the code and sort its imports'
 	@echo 'make clean    remove .venv and what builds leave behind (the compiled llama.cpp stays in the cache)'
 	@echo
@@ -27,6 +28,9 @@ demo: bootstrap
 
 bench: bootstrap
 	@$(BIN)/potluck bench throughput
+
+kill-broker: bootstrap
+	@KILLS=20 $(PYTEST) tests/acceptance/test_killed_broker.py
 
 test: bootstrap
 	@$(MAKE) --no-print-directory lint types
