@@ -97,6 +97,8 @@ class House:
         self.workers: dict[str, WatchedStage] = {}
         self.log: list[str] = []
         self.faults: list[BaseException] = []
+        self.faultless = False
+        """Set by a story in which nobody has a reason to report an error."""
         self.server: WatchedBroker
         self.app: FastAPI
         self._hosts: dict[str, tuple[MemoryTransport, Context]] = {}

@@ -65,6 +65,9 @@ class Join:
     again: bool = False
 
 
+# Those that take a stage away spare the last one, unless `which` is EVEN_THE_LAST.
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     which: int
@@ -190,6 +193,16 @@ class Heal:
     which: int
 
 
+# ---- plans
+
+
+@dataclass(frozen=True, slots=True)
+class ChainsOf:
+    """From now on the planner makes chains of this many stages; 0: one of all of them."""
+
+    stages: int
+
+
 # ---- calm
 
 
@@ -203,9 +216,13 @@ Step: TypeAlias = (
     | Join | Kill | Leave | Freeze | Thaw | BrokerSleeps
     | EngineFails | EngineHangs | LoadsFail | LoadsTake
     | Slow | Late | Lose | Double | Cut | CutClient | Heal
-    | Calm
+    | ChainsOf | Calm
 )  # fmt: skip
 Schedule: TypeAlias = Sequence[Step]
+
+EVEN_THE_LAST = 5
+BEGINNING: Schedule = (Join(5, 0), Join(5, 100), Wait(800))
+"""So that not every schedule has to draw a household first."""
 
 Draw: TypeAlias = Callable[[int, int], int]
 """A number from the first to the second, both included; smaller ones are simpler."""
@@ -216,16 +233,16 @@ def _of(draw: Draw, *choices: int) -> int:
 
 
 MAKERS: dict[type, tuple[int, Callable[[Draw], Step]]] = {
-    Wait: (8, lambda d: Wait(_of(d, 0, 1, 5, 20, 50, 100, 200, 400, 800, 1600, 3000))),
+    Wait: (16, lambda d: Wait(_of(d, 0, 1, 5, 20, 50, 100, 200, 400, 800, 1600, 3000))),
     Submit: (
-        8,
+        16,
         lambda d: Submit(
             d(0, 2), d(0, 3), _of(d, 1, 3, 9, 17, 40), d(1, 20), _of(d, 0, 0, 1, 2), _of(d, 0, 0, 0, 2, 5)
         ),
     ),
     Cancel: (1, lambda d: Cancel(d(0, 9))),
     ClientGoes: (1, lambda d: ClientGoes(d(0, 2))),
-    Join: (3, lambda d: Join(_of(d, 2, 5, 20), _of(d, 0, 100, 1000, 4000), d(0, 1) == 1)),
+    Join: (6, lambda d: Join(_of(d, 2, 5, 20), _of(d, 0, 100, 1000, 4000), d(0, 1) == 1)),
     Kill: (1, lambda d: Kill(d(0, 5))),
     Leave: (1, lambda d: Leave(d(0, 5))),
     Freeze: (1, lambda d: Freeze(d(0, 5))),
@@ -242,6 +259,7 @@ MAKERS: dict[type, tuple[int, Callable[[Draw], Step]]] = {
     Cut: (1, lambda d: Cut(d(0, 5), d(0, 5))),
     CutClient: (1, lambda d: CutClient(d(0, 2))),
     Heal: (3, lambda d: Heal(d(0, 5))),
+    ChainsOf: (1, lambda d: ChainsOf(d(0, 3))),
     Calm: (1, lambda d: Calm()),
 }
 """How often a kind comes where it comes, and how it is made. The simplest one first: failing examples shrink to it."""
@@ -266,7 +284,7 @@ def seeded(seed: int, steps: int) -> list[Step]:
     """The schedule of a seed."""
     dice = random.Random(seed)
     kinds = draw_kinds(dice.randint)
-    return [draw_step(dice.randint, kinds) for _ in range(steps)]
+    return [*BEGINNING, *(draw_step(dice.randint, kinds) for _ in range(steps - len(BEGINNING)))]
 
 
 @st.composite
@@ -277,8 +295,8 @@ def schedules(draw: st.DrawFn, steps: int) -> list[Step]:
         return draw(st.integers(low, high))
 
     kinds = draw_kinds(number)
-    drawn = [draw_step(number, kinds) for _ in range(steps)]
-    return [step for step in drawn if step != Wait(0)]
+    drawn = [draw_step(number, kinds) for _ in range(steps - len(BEGINNING))]
+    return [*BEGINNING, *(step for step in drawn if step != Wait(0))]
 
 
 def shown(schedule: Schedule) -> str:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from potluck.broker.effects import RequestFailed
 from potluck.broker.state import StageStatus
+from potluck.planner.even import plan_even
+from potluck.planner.plan import NO_NETWORK, Candidate, ModelShape, Network, Plan
 from potluck.runtime import client as client_module
 from potluck.runtime.client import Client
 from potluck.wire.errors import CancelledError, NoBrokerError, PotluckError, QueueFullError, UnavailableError
@@ -23,9 +26,11 @@ from potluck.wire.messages import Accepted, Delta, Finished
 from potluck.wire.sampling import GREEDY, Sampling
 from sim.cluster import BROKER, CODEC, CONFIG, Cost, House, in_house
 from sim.steps import (
+    EVEN_THE_LAST,
     BrokerSleeps,
     Calm,
     Cancel,
+    ChainsOf,
     ClientGoes,
     Cut,
     CutClient,
@@ -51,7 +56,7 @@ from sim.steps import (
 from sim.watched import FOR_EVER_S, LAYERS, Troubles, undisturbed
 from sim.weather import Forecast, Rule
 
-WALK = dataclasses.replace(CONFIG, slots=3, queue_limit=12, wait_limit_s=15.0)
+WALK = dataclasses.replace(CONFIG, slots=3, queue_limit=12, wait_limit_s=15.0, patience=1.0)
 DEVICES = [f"s{number}" for number in range(6)]
 CLIENTS = [f"c{number}" for number in range(3)]
 TEXT = "The quick brown fox jumps over the lazy dog"
@@ -85,6 +90,23 @@ class Ask:
         return f"#{self.number} of {self.client}: {len(self.prompt)}+{self.tokens}, {len(self.heard)} heard, {self.end}"
 
 
+class Groups:
+    """A planner of even chains of so many stages each; what is left over joins the last one."""
+
+    def __init__(self) -> None:
+        self.stages = 0
+
+    def __call__(
+        self, model: ModelShape, candidates: Sequence[Candidate], network: Network = NO_NETWORK
+    ) -> Plan:
+        ordered = sorted(candidates, key=lambda candidate: (candidate.device, candidate.stage))
+        size = self.stages or max(1, len(ordered))
+        groups = [ordered[at : at + size] for at in range(0, max(1, len(ordered) - size + 1), size)]
+        groups[-1] += ordered[sum(map(len, groups)) :]
+        plans = [plan_even(model, group, network) for group in groups]
+        return Plan(tuple(plan.chains[0] for plan in plans), tuple(r for plan in plans for r in plan.reasons))
+
+
 class _Names:
     """Stands in for `secrets` in the client, so that a schedule is the same each time."""
 
@@ -98,15 +120,17 @@ class _Names:
 class Walk:
     """One schedule being played."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, planner: Groups) -> None:
         self.house = house
+        self.planner = planner
         self.asks: list[Ask] = []
         self.played = 0
         self.calms = 0
         self.frozen: set[str] = set()
         self.cuts: list[tuple[str, str]] = []
-        self.faulty = False
-        """Whether a link, an engine or a pause has given requests a reason to fail, since the last calm."""
+        house.faultless = True
+        self.counts: Counter[str] = Counter()
+        """How the requests have ended."""
         self.clients: dict[str, Client] = {}
         self.slowest_calm_s = 0.0
         self._weights = {name: Cost(0.005) for name in DEVICES}
@@ -117,6 +141,15 @@ class Walk:
             self.house.check()
             self.played += 1
         await self.calm()
+
+    @property
+    def faulty(self) -> bool:
+        """Whether a link, an engine or a pause has given requests a reason to fail, since the last calm."""
+        return not self.house.faultless
+
+    def faults(self) -> None:
+        """From here on they have."""
+        self.house.faultless = False
 
     # ---- steps
 
@@ -135,13 +168,13 @@ class Walk:
                 await self.client_goes(CLIENTS[client])
             case Join(batch_ms, load_ms, again):
                 self.join(Cost(batch_ms / 1000, load_s=load_ms / 1000), again=again)
-            case Kill(which) if house.living:
+            case Kill(which) if self.may_go(which):
                 name = self.stage(which)
                 self.frozen.discard(name)
                 await house.kill(name)
-            case Leave(which) if self.awake:
+            case Leave(which) if self.may_go(which) and self.awake:
                 await house.leave(self.awake[which % len(self.awake)])
-            case Freeze(which) if self.awake:
+            case Freeze(which) if self.may_go(which) and self.awake:
                 name = self.awake[which % len(self.awake)]
                 self.frozen.add(name)
                 house.freeze(name)
@@ -150,12 +183,13 @@ class Walk:
                 self.frozen.discard(name)
                 house.thaw(name)
             case BrokerSleeps(ms):
-                self.faulty = True
+                self.faults()
                 house.freeze(BROKER)
                 await asyncio.sleep(ms / 1000)
                 house.thaw(BROKER)
             case EngineFails(which, batches) if house.living:
                 self.trouble(which, f"fails in {batches} micro-batches").failing_batches += batches
+                house.workers[self.stage(which)].lossless = False  # what follows a failed one finds a gap
             case EngineHangs(which, ms) if house.living:
                 troubles = self.trouble(which, f"hangs for {ms or 'ever'} ms")
                 troubles.hanging_batches, troubles.hang_s = 1, ms / 1000 or FOR_EVER_S
@@ -163,11 +197,12 @@ class Walk:
                 self.trouble(which, f"fails in {loads} loads").failing_loads += loads
             case LoadsTake(which, ms) if house.living:
                 house.workers[self.stage(which)].load_s = ms / 1000
-                self.faulty = self.faulty or ms / 1000 >= house.config.load_timeout_s
+                if ms / 1000 >= house.config.load_timeout_s:
+                    self.faults()
             case Slow(source, target, ms):
                 house.weather.slow(*self.link(source, target, CLIENTS), ms / 1000)
             case Late(source, target, frames, ms):
-                self.faulty = True
+                self.faults()
                 self.rule(source, target, CLIENTS, Rule(times=frames, delay_s=ms / 1000))
             case Lose(source, target, frames):
                 self.lossy()
@@ -185,6 +220,9 @@ class Walk:
                 self.cut(BROKER, CLIENTS[client])
             case Heal(which) if self.cuts:
                 house.heal(*self.cuts.pop(which % len(self.cuts)))
+            case ChainsOf(stages):
+                house.tell(f"plans are of chains of {stages or 'all'} stages")
+                self.planner.stages = stages
             case Calm():
                 await self.calm()
             case _:
@@ -195,6 +233,10 @@ class Walk:
         """Stages that run and are not frozen."""
         workers = self.house.workers
         return [name for name in self.house.living if name not in self.frozen and workers[name].running]
+
+    def may_go(self, which: int) -> bool:
+        """Whether a stage may be taken away."""
+        return bool(self.house.living) and (len(self.awake) > 1 or which == EVEN_THE_LAST)
 
     def stage(self, which: int) -> str:
         living = self.house.living
@@ -221,12 +263,12 @@ class Walk:
 
     def lossy(self) -> None:
         """From here on engines may see gaps."""
-        self.faulty = True
+        self.faults()
         for worker in self.house.workers.values():
             worker.lossless = False
 
     def trouble(self, which: int, what: str) -> Troubles:
-        self.faulty = True
+        self.faults()
         self.house.tell(f"{self.stage(which)}: its engine {what}")
         return self.house.troubles(self.stage(which))
 
@@ -355,11 +397,8 @@ class Walk:
         async with self._in_time(BOUND_S + work_s):
             await house.until(lambda: all(ask.end is not None for ask in self.asks), FOR_EVER_S)
             await house.until(lambda: not house.core.state.requests, FOR_EVER_S)
-            await house.until(lambda: house.core.state.ready, FOR_EVER_S)
+            await house.until(self._whole, FOR_EVER_S)
         self.slowest_calm_s = max(self.slowest_calm_s, house.now - begun_s)
-        self.faulty = False
-        for worker in house.workers.values():
-            worker.lossless = False  # what was lost before may still show
         self._check_broker()
         self.submit(Submit(0, 0, 9, 5))
         last = self.asks[-1]
@@ -371,8 +410,18 @@ class Walk:
             )
         assert isinstance(last.end, Finished), f"after the calm: {last}"
         self._check_nothing_left()
+        for ask in self.asks:
+            self.counts[ask.end if isinstance(ask.end, str) else type(ask.end).__name__] += 1
         self.asks.clear()
+        house.faultless = True
+        for worker in house.workers.values():
+            worker.lossless = True  # every slot is emptied before it is used again
         self.calms += 1
+
+    def _whole(self) -> bool:
+        """Whether every chain of the plan serves."""
+        chains = self.house.core.state.chains.values()
+        return bool(chains) and all(chain.open for chain in chains)
 
     def _in_time(self, seconds: float) -> _InTime:
         return _InTime(self, seconds)
@@ -428,15 +477,16 @@ class _InTime:
 def play(schedule: Schedule, seed: int = 0) -> Walk:
     """Plays a schedule to its end. Raises what went wrong, with everything that happened in its notes."""
     walks: list[Walk] = []
+    planner = Groups()
 
     async def story(house: House) -> None:
-        walk = Walk(house)
+        walk = Walk(house, planner)
         walks.append(walk)
         await walk.run(schedule)
 
     real, client_module.secrets = client_module.secrets, _Names()  # type: ignore[assignment]
     try:
-        in_house(story, config=WALK, weather=Forecast(seed), within_s=FOR_EVER_S)
+        in_house(story, config=WALK, weather=Forecast(seed), planner=planner, within_s=FOR_EVER_S)
     finally:
         client_module.secrets = real
     return walks[0]
