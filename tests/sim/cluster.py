@@ -29,6 +29,7 @@ from potluck.stage.engines.fake import FakeEngine
 from potluck.stage.engines.fake_model import VOCAB, WIDTH
 from potluck.stage.engines.fake_vocabulary import FakeVocabulary
 from potluck.stage.settings import StageSettings
+from potluck.wire.errors import EngineHangsError
 from potluck.wire.ids import Epoch, StageId
 from potluck.wire.messages import ChatMessage, ModelRef
 from sim.call import Call
@@ -102,6 +103,7 @@ class House:
         self.server: WatchedBroker
         self.app: FastAPI
         self._hosts: dict[str, tuple[MemoryTransport, Context]] = {}
+        self._starting: set[asyncio.Task[None]] = set()
         self._runs: dict[str, asyncio.Task[int]] = {}
         self._clients: list[Client] = []
         self._engines: dict[str, list[FakeEngine]] = {}
@@ -170,9 +172,23 @@ class House:
         )
         worker.watch, worker.load_s = self, cost.load_s
         self.workers[name] = worker
-        self._runs[name] = self.loop.create_task(worker.run(), context=context)
+        run = self._runs[name] = self.loop.create_task(worker.run(), context=context)
+        run.add_done_callback(lambda run: self._ended(run, worker, cost))
         self.tell(f"{name} starts ({cost})")
         return worker
+
+    def _ended(self, run: asyncio.Task[int], worker: WatchedStage, cost: Cost) -> None:
+        """A stage whose engine hangs takes the place of its process with a fresh one, as its command does."""
+        name = worker.settings.device
+        error = None if run.cancelled() else run.exception()
+        if isinstance(error, EngineHangsError) and self.workers.get(name) is worker:
+            self.tell(f"{name} starts anew: its engine hangs")
+            self._starting.add(again := self.loop.create_task(self._start_anew(name, cost)))
+            again.add_done_callback(self._starting.discard)
+
+    async def _start_anew(self, name: str, cost: Cost) -> None:
+        await self.kill(name)
+        self.add_stage(name, cost)
 
     def _engine(self, name: str, cost: Cost) -> FakeEngine:
         engine = TroubledEngine(self.troubles(name), cost.token_layer_s, cost.batch_s)

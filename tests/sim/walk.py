@@ -405,6 +405,7 @@ class Walk:
         async with self._in_time(BOUND_S):
             await house.until(lambda: last.end is not None, FOR_EVER_S)
             await house.quiet()
+            await house.until(lambda: not house.core.state.probes, FOR_EVER_S)
             await house.until(
                 lambda: not any(worker._pipeline.inside for worker in house.workers.values()), FOR_EVER_S
             )
@@ -435,20 +436,18 @@ class Walk:
     def _check_nothing_left(self) -> None:
         house = self.house
         state, server = house.core.state, house.server
-        assert not state.requests
-        assert not state.waiting
-        assert not state.probes
+        assert not state.requests, f"requests are left: {list(state.requests)}"
+        assert not state.waiting, f"requests still wait: {list(state.waiting)}"
         for chain in state.chains.values():
             assert set(chain.slots) == {None}, f"slots are taken: {chain.slots}"
             assert not chain.in_flight
-        assert not server.gateway._tickets
-        assert not server.clients._tickets
+        assert not server.gateway._tickets, "tickets are left"
+        assert not server.clients._tickets, "tickets of zmq clients are left"
         assert len(house.core.story) <= 4096
         for worker in house.workers.values():
             assert len(worker.machine.story) <= 4096
         for client in self.clients.values():
-            assert not client._streams
-            assert not client._views
+            assert not client._streams, f"streams are left: {list(client._streams)}"
 
 
 class _InTime:
