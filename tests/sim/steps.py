@@ -40,6 +40,24 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitJob:
+    """A client hands a job in, which is to survive everything, also the broker and the client."""
+
+    client: int
+    letter: int
+    length: int
+    tokens: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetJob:
+    """Nobody wants one of the jobs any more."""
+
+    which: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """A client no longer wants one of its answers."""
 
@@ -79,6 +97,21 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveInOrder:
+    """A stage asks to leave, and goes when it is no longer needed."""
+
+    which: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A device is to have no work; or, if `back`, may have work again."""
+
+    which: int
+    back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Freeze:
     which: int
 
@@ -91,6 +124,13 @@ class Thaw:
 @dataclass(frozen=True, slots=True)
 class BrokerSleeps:
     """The broker's process stands still for this long."""
+
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerDies:
+    """The broker is killed, and a new one is there after this long."""
 
     ms: int
 
@@ -130,7 +170,8 @@ class LoadsTake:
     ms: int
 
 
-# ---- links, from one party to another (0 is the broker, then the stages, then, where nothing may be lost, the clients)
+# ---- links, from one party to another: 0 is the broker, then come the stages, then the clients. A client's connection
+# loses nothing but by breaking, as TCP does not.
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +221,10 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class CutClient:
-    """Nothing passes between a client and the broker."""
+class Break:
+    """The connection between the broker and a stage (0 to 5) or a client (6 to 8) breaks, and is made anew."""
 
-    client: int
+    party: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +253,10 @@ class Calm:
 
 
 Step: TypeAlias = (
-    Wait | Submit | Cancel | ClientGoes
-    | Join | Kill | Leave | Freeze | Thaw | BrokerSleeps
+    Wait | Submit | SubmitJob | ForgetJob | Cancel | ClientGoes
+    | Join | Kill | Leave | LeaveInOrder | Drain | Freeze | Thaw | BrokerSleeps | BrokerDies
     | EngineFails | EngineHangs | LoadsFail | LoadsTake
-    | Slow | Late | Lose | Double | Cut | CutClient | Heal
+    | Slow | Late | Lose | Double | Cut | Break | Heal
     | ChainsOf | Calm
 )  # fmt: skip
 Schedule: TypeAlias = Sequence[Step]
@@ -240,14 +281,22 @@ MAKERS: dict[type, tuple[int, Callable[[Draw], Step]]] = {
             d(0, 2), d(0, 3), _of(d, 1, 3, 9, 17, 40), d(1, 20), _of(d, 0, 0, 1, 2), _of(d, 0, 0, 0, 2, 5)
         ),
     ),
+    SubmitJob: (
+        2,
+        lambda d: SubmitJob(d(0, 2), d(0, 3), _of(d, 1, 3, 9, 17, 40), d(1, 20), _of(d, 0, 0, 1, 2)),
+    ),
+    ForgetJob: (1, lambda d: ForgetJob(d(0, 9))),
     Cancel: (1, lambda d: Cancel(d(0, 9))),
     ClientGoes: (1, lambda d: ClientGoes(d(0, 2))),
     Join: (6, lambda d: Join(_of(d, 2, 5, 20), _of(d, 0, 100, 1000, 4000), d(0, 1) == 1)),
     Kill: (1, lambda d: Kill(d(0, 5))),
     Leave: (1, lambda d: Leave(d(0, 5))),
+    LeaveInOrder: (1, lambda d: LeaveInOrder(d(0, 5))),
+    Drain: (1, lambda d: Drain(d(0, 5), d(0, 2) == 1)),
     Freeze: (1, lambda d: Freeze(d(0, 5))),
     Thaw: (2, lambda d: Thaw(d(0, 5))),
     BrokerSleeps: (1, lambda d: BrokerSleeps(_of(d, 50, 400, 1000, 1600, 4000))),
+    BrokerDies: (1, lambda d: BrokerDies(_of(d, 50, 400, 1000, 6000))),
     EngineFails: (1, lambda d: EngineFails(d(0, 5), _of(d, 1, 1, 2, 5))),
     EngineHangs: (1, lambda d: EngineHangs(d(0, 5), _of(d, 500, 3000, 7000, 0))),
     LoadsFail: (1, lambda d: LoadsFail(d(0, 5), _of(d, 1, 2))),
@@ -257,7 +306,7 @@ MAKERS: dict[type, tuple[int, Callable[[Draw], Step]]] = {
     Lose: (1, lambda d: Lose(d(0, 5), d(0, 5), _of(d, 1, 1, 2, 5))),
     Double: (1, lambda d: Double(d(0, 5), d(0, 5), _of(d, 1, 2, 5), _of(d, 0, 5, 50, 400))),
     Cut: (1, lambda d: Cut(d(0, 5), d(0, 5))),
-    CutClient: (1, lambda d: CutClient(d(0, 2))),
+    Break: (1, lambda d: Break(d(0, 8))),
     Heal: (3, lambda d: Heal(d(0, 5))),
     ChainsOf: (1, lambda d: ChainsOf(d(0, 3))),
     Calm: (1, lambda d: Calm()),

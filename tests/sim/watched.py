@@ -128,6 +128,11 @@ class WatchedStage(StageWorker):
         """Whether `run` has begun."""
         return self._machine is not None
 
+    @property
+    def goes(self) -> bool:
+        """Whether it was asked to leave."""
+        return self.running and (self.machine.leaving.due_s is not None or self.machine.state.stopped)
+
     def feed(self, event: StageEvent) -> None:
         epoch = self.machine.state.epoch
         super().feed(event)
