@@ -66,7 +66,9 @@ ASK_S = 5.0
 AGAIN_S = 2.0
 """A question about jobs is asked again after this long without an answer."""
 _Question: TypeAlias = SubmitJob | JobQuery | JobsQuery | ForgetJob
-_Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
+LAST_WORDS_S = 0.5
+"""What had arrived when the connection broke is read within this time."""
+_Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused | PotluckError
 
 ACCEPT: frozenset[type] = frozenset(
     {Accepted, Delta, Finished, Rejected, StateView, PlanView, JobView, JobsView, Draining, Refused}
@@ -97,7 +99,7 @@ class Client:
         self._own_transport = transport is None
         where = control_endpoint(broker)  # raises before anything is open
         self._transport = transport or ZmqTransport()
-        self._dealer = self._transport.dealer(where, f"client-{secrets.token_hex(8)}")
+        self._dealer = self._transport.dealer(where, f"client-{secrets.token_hex(8)}", watched=True)
         self._streams: dict[str, asyncio.Queue[_Heard]] = {}
         self._views: list[asyncio.Future[StateView]] = []
         self._plans: list[asyncio.Future[PlanView]] = []
@@ -107,7 +109,7 @@ class Client:
         self._heard_s = self._loop.time()
         self._broker_born_s = float("-inf")
         """When the broker was started, on this side's clock."""
-        self._reader = self._loop.create_task(self._read())
+        self._ears = [self._loop.create_task(self._read()), self._loop.create_task(self._watch_connection())]
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,8 +121,9 @@ class Client:
 
     async def close(self) -> None:
         """Closes the connection; running requests are cancelled by the broker when it notices."""
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        for ear in self._ears:
+            ear.cancel()
+        await asyncio.gather(*self._ears, return_exceptions=True)
         self._dealer.close()
         if self._own_transport:
             self._transport.close()
@@ -266,6 +269,8 @@ class Client:
                 except TimeoutError:
                     self._check_broker(begun_s)
                     continue
+                if isinstance(message, PotluckError):
+                    raise message
                 if isinstance(message, Rejected | Refused):
                     over = True
                     raise message.error.restore()
@@ -290,6 +295,22 @@ class Client:
                 "The broker was restarted, and the request is lost.", hint="Send it again."
             )
         self._dealer.send(encode(StateQuery()))
+
+    async def _watch_connection(self) -> None:
+        """The connection comes back by itself, but not what was asked over it: the broker ends that."""
+        while True:
+            if not await self._dealer.connection():
+                self._loop.call_later(LAST_WORDS_S, self._lose, list(self._streams.items()))
+
+    def _lose(self, streams: list[tuple[str, asyncio.Queue[_Heard]]]) -> None:
+        """Ends streams that were under way when the connection broke, unless they have ended meanwhile."""
+        for name, queue in streams:
+            if self._streams.get(name) is queue:
+                error = UnavailableError(
+                    f"The connection to the broker at {self.broker} broke, and the request is lost.",
+                    hint="Send it again.",
+                )
+                queue.put_nowait(error)
 
     async def _read(self) -> None:
         while True:

@@ -114,6 +114,20 @@ class MemoryNetwork:
             way.send(delay, partial(arrive, list(frozen)))
         return len(copies)
 
+    def sever(self, one: str, other: str) -> None:
+        """Control connections between two hosts break and come back at once: what was on its way is gone."""
+        for dealer in self._dealers:
+            router = self._bound.get(dealer.endpoint)
+            if not isinstance(router, _MemoryRouter):
+                continue
+            client, server = dealer.transport.name, router.transport.name
+            if {client, server} == {one, other}:
+                for way in ((client, server, dealer.lane), (server, client, router.lane(dealer.identity))):
+                    self._lane(*way).drop()
+                router.ended(dealer)
+                dealer.links.put(False)
+                dealer.links.put(True)
+
     def close(self, source: str, target: str, lane: str, arrive: Callable[[], None]) -> None:
         """Tells that a connection closed, after all that is on its way there."""
         for delay in self.weather.closing(source, target).delays_s[:1]:
@@ -139,8 +153,16 @@ class _Lane:
         # Timers of equal times come in any order: each one delivers whatever is first.
         loop.call_at(self._last_s, self._deliver, context=self._context)
 
+    def drop(self) -> None:
+        """What is on its way never arrives."""
+        self._coming = deque([_nothing] * len(self._coming))
+
     def _deliver(self) -> None:
         self._coming.popleft()()
+
+
+def _nothing() -> None:
+    """Arrives in place of what was lost."""
 
 
 class MemoryTransport(Transport):
@@ -265,10 +287,12 @@ class _MemoryRouter(_Bound):
         dealer = self.peers.get(peer)
         if dealer is None or dealer.closed or self.closed:
             return False
-        self.network.carry(
-            self.transport.name, dealer.transport.name, f"{self.endpoint}>{peer!r}", frames, dealer.arrive
-        )
+        self.network.carry(self.transport.name, dealer.transport.name, self.lane(peer), frames, dealer.arrive)
         return True
+
+    def lane(self, peer: bytes) -> str:
+        """What is sent to one peer keeps its order."""
+        return f"{self.endpoint}>{peer!r}"
 
 
 class _MemoryDealer(_Socket):
@@ -314,20 +338,21 @@ class _MemoryDealer(_Socket):
             self.network.carry(
                 self.transport.name,
                 router.transport.name,
-                self._lane,
+                self.lane,
                 self._queue.popleft(),
                 lambda arrived: router.arrive(self, arrived),
             )
 
     @property
-    def _lane(self) -> str:
+    def lane(self) -> str:
+        """What is sent keeps its order."""
         return f"{self.identity!r}>{self.endpoint}"
 
     def close(self) -> None:
         router = self.network._bound.get(self.endpoint)
         if not self.closed and isinstance(router, _MemoryRouter):
             ended = partial(router.ended, self)
-            self.network.close(self.transport.name, router.transport.name, self._lane, ended)
+            self.network.close(self.transport.name, router.transport.name, self.lane, ended)
         self._queue.clear()
         self.network._dealers.pop(self, None)
         super().close()

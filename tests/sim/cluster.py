@@ -12,12 +12,14 @@ import itertools
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 
 from potluck.broker.config import BrokerConfig
 from potluck.broker.events import BrokerEvent
+from potluck.broker.journal import Journal
 from potluck.broker.machine import BrokerMachine
 from potluck.broker.rest import make_app
 from potluck.planner.even import plan_even
@@ -86,21 +88,31 @@ class House:
     """The broker and whoever else there is. Stages run until they are killed, leave, or the house closes."""
 
     def __init__(
-        self, config: BrokerConfig = CONFIG, weather: Forecast | None = None, planner: Planner = plan_even
+        self,
+        config: BrokerConfig = CONFIG,
+        weather: Forecast | None = None,
+        planner: Planner = plan_even,
+        journal: Path | None = None,
     ) -> None:
+        """`journal` is the file of the broker's jobs; without one there are none."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, HostsLoop)
         self.loop = loop
         self.config = config
         self.planner = planner
+        self.journal_path = journal
+        self._journal: Journal | None = None
         self.weather = weather or Forecast()
         self.network = MemoryNetwork(self.weather)
         self.workers: dict[str, WatchedStage] = {}
         self.log: list[str] = []
         self.faults: list[BaseException] = []
+        self.faultless = False
+        """Set by a story in which nobody has a reason to report an error."""
         self.server: WatchedBroker
         self.app: FastAPI
         self._hosts: dict[str, tuple[MemoryTransport, Context]] = {}
+        self._starting: set[asyncio.Task[None]] = set()
         self._runs: dict[str, asyncio.Task[int]] = {}
         self._clients: list[Client] = []
         self._engines: dict[str, list[FakeEngine]] = {}
@@ -115,8 +127,10 @@ class House:
     # ---- the broker
 
     def start_broker(self) -> None:
-        """A broker with no memory of any former one, at the same endpoints."""
+        """A broker with no memory of any former one but the journal, at the same endpoints."""
         transport, context = self._host(BROKER)
+        if self.journal_path is not None:
+            self._journal = Journal.open(self.journal_path, MODEL.fingerprint)
         machine = BrokerMachine(
             self.config,
             MODEL,
@@ -136,6 +150,7 @@ class House:
                 results=RESULTS,
                 random_seed=lambda: next(self._seeds),
                 beside=at_once,
+                journal=self._journal,
             )
         )
         self.server.watch = self
@@ -169,18 +184,33 @@ class House:
         )
         worker.watch, worker.load_s = self, cost.load_s
         self.workers[name] = worker
-        self._runs[name] = self.loop.create_task(self._live(name, worker, cost), context=context)
+        run = self._runs[name] = self.loop.create_task(worker.run(), context=context)
+        run.add_done_callback(lambda run: self._ended(run, worker, cost))
         self.tell(f"{name} starts ({cost})")
         return worker
 
-    async def _live(self, name: str, worker: WatchedStage, cost: Cost) -> int:
-        """As the command does: a stage whose engine hangs takes its own place."""
-        try:
-            return await worker.run()
-        except EngineHangsError:
-            self._hosts[name][0].close()
-            self.add_stage(name, cost)
-            return 0
+    def _ended(self, run: asyncio.Task[int], worker: WatchedStage, cost: Cost) -> None:
+        """A stage has ended by itself. One whose engine hangs is started anew, as its command does; the others are
+        gone.
+        """
+        name = worker.settings.device
+        if run.cancelled() or self.workers.get(name) is not worker:
+            return
+        match run.exception():
+            case None:
+                self.tell(f"{name} has ended: {run.result()}")
+                self.workers.pop(name)
+            case EngineHangsError():
+                self.tell(f"{name} starts anew: its engine hangs")
+                self._starting.add(again := self.loop.create_task(self._start_anew(name, cost)))
+                again.add_done_callback(self._starting.discard)
+            case error:
+                self.faults.append(error)
+        self.stir()
+
+    async def _start_anew(self, name: str, cost: Cost) -> None:
+        await self.kill(name)
+        self.add_stage(name, cost)
 
     def _engine(self, name: str, cost: Cost) -> FakeEngine:
         engine = TroubledEngine(self.troubles(name), cost.token_layer_s, cost.batch_s)
@@ -235,6 +265,8 @@ class House:
         self.workers.pop(name, None)
         self._runs.pop(name, None)
         await self.loop.end(name)
+        if name == BROKER and self._journal is not None:
+            self._journal.close()
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""
@@ -301,9 +333,9 @@ class House:
             assert not server.clients._tickets, "tickets of zmq clients are left"
         for client in self._clients:
             await client.close()
-        for name in self.living:
-            self.loop.thaw(name)
-            await self.leave(name)
+        while self.living:
+            self.loop.thaw(self.living[0])
+            await self.leave(self.living[0])
         await server.close()
         for name in list(self._hosts):
             self._hosts.pop(name)[0].close()
@@ -377,12 +409,13 @@ def in_house(
     config: BrokerConfig = CONFIG,
     weather: Forecast | None = None,
     planner: Planner = plan_even,
+    journal: Path | None = None,
     within_s: float = 600.0,
 ) -> T:
     """Runs a story in a new house to its end, and fails if that is not reached within this much virtual time."""
 
     async def run() -> T:
-        house = House(config, weather, planner)
+        house = House(config, weather, planner, journal)
         try:
             async with asyncio.timeout(within_s):
                 result = await story(house)

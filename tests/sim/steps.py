@@ -40,6 +40,24 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitJob:
+    """A client hands a job in, which is to survive everything, also the broker and the client."""
+
+    client: int
+    letter: int
+    length: int
+    tokens: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetJob:
+    """Nobody wants one of the jobs any more."""
+
+    which: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """A client no longer wants one of its answers."""
 
@@ -65,6 +83,9 @@ class Join:
     again: bool = False
 
 
+# Those that take a stage away spare the last one, unless `which` is EVEN_THE_LAST.
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     which: int
@@ -73,6 +94,21 @@ class Kill:
 @dataclass(frozen=True, slots=True)
 class Leave:
     which: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveInOrder:
+    """A stage asks to leave, and goes when it is no longer needed."""
+
+    which: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A device is to have no work; or, if `back`, may have work again."""
+
+    which: int
+    back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +124,13 @@ class Thaw:
 @dataclass(frozen=True, slots=True)
 class BrokerSleeps:
     """The broker's process stands still for this long."""
+
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerDies:
+    """The broker is killed, and a new one is there after this long."""
 
     ms: int
 
@@ -127,7 +170,8 @@ class LoadsTake:
     ms: int
 
 
-# ---- links, from one party to another (0 is the broker, then the stages, then, where nothing may be lost, the clients)
+# ---- links, from one party to another: 0 is the broker, then come the stages, then the clients. A client's connection
+# loses nothing but by breaking, as TCP does not.
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +221,10 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class CutClient:
-    """Nothing passes between a client and the broker."""
+class Break:
+    """The connection between the broker and a stage (0 to 5) or a client (6 to 8) breaks, and is made anew."""
 
-    client: int
+    party: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +232,16 @@ class Heal:
     """One of the cuts is mended."""
 
     which: int
+
+
+# ---- plans
+
+
+@dataclass(frozen=True, slots=True)
+class ChainsOf:
+    """From now on the planner makes chains of this many stages; 0: one of all of them."""
+
+    stages: int
 
 
 # ---- calm
@@ -199,13 +253,17 @@ class Calm:
 
 
 Step: TypeAlias = (
-    Wait | Submit | Cancel | ClientGoes
-    | Join | Kill | Leave | Freeze | Thaw | BrokerSleeps
+    Wait | Submit | SubmitJob | ForgetJob | Cancel | ClientGoes
+    | Join | Kill | Leave | LeaveInOrder | Drain | Freeze | Thaw | BrokerSleeps | BrokerDies
     | EngineFails | EngineHangs | LoadsFail | LoadsTake
-    | Slow | Late | Lose | Double | Cut | CutClient | Heal
-    | Calm
+    | Slow | Late | Lose | Double | Cut | Break | Heal
+    | ChainsOf | Calm
 )  # fmt: skip
 Schedule: TypeAlias = Sequence[Step]
+
+EVEN_THE_LAST = 5
+BEGINNING: Schedule = (Join(5, 0), Join(5, 100), Wait(800))
+"""So that not every schedule has to draw a household first."""
 
 Draw: TypeAlias = Callable[[int, int], int]
 """A number from the first to the second, both included; smaller ones are simpler."""
@@ -216,21 +274,29 @@ def _of(draw: Draw, *choices: int) -> int:
 
 
 MAKERS: dict[type, tuple[int, Callable[[Draw], Step]]] = {
-    Wait: (8, lambda d: Wait(_of(d, 0, 1, 5, 20, 50, 100, 200, 400, 800, 1600, 3000))),
+    Wait: (16, lambda d: Wait(_of(d, 0, 1, 5, 20, 50, 100, 200, 400, 800, 1600, 3000))),
     Submit: (
-        8,
+        16,
         lambda d: Submit(
             d(0, 2), d(0, 3), _of(d, 1, 3, 9, 17, 40), d(1, 20), _of(d, 0, 0, 1, 2), _of(d, 0, 0, 0, 2, 5)
         ),
     ),
+    SubmitJob: (
+        2,
+        lambda d: SubmitJob(d(0, 2), d(0, 3), _of(d, 1, 3, 9, 17, 40), d(1, 20), _of(d, 0, 0, 1, 2)),
+    ),
+    ForgetJob: (1, lambda d: ForgetJob(d(0, 9))),
     Cancel: (1, lambda d: Cancel(d(0, 9))),
     ClientGoes: (1, lambda d: ClientGoes(d(0, 2))),
-    Join: (3, lambda d: Join(_of(d, 2, 5, 20), _of(d, 0, 100, 1000, 4000), d(0, 1) == 1)),
+    Join: (6, lambda d: Join(_of(d, 2, 5, 20), _of(d, 0, 100, 1000, 4000), d(0, 1) == 1)),
     Kill: (1, lambda d: Kill(d(0, 5))),
     Leave: (1, lambda d: Leave(d(0, 5))),
+    LeaveInOrder: (1, lambda d: LeaveInOrder(d(0, 5))),
+    Drain: (1, lambda d: Drain(d(0, 5), d(0, 2) == 1)),
     Freeze: (1, lambda d: Freeze(d(0, 5))),
     Thaw: (2, lambda d: Thaw(d(0, 5))),
     BrokerSleeps: (1, lambda d: BrokerSleeps(_of(d, 50, 400, 1000, 1600, 4000))),
+    BrokerDies: (1, lambda d: BrokerDies(_of(d, 50, 400, 1000, 6000))),
     EngineFails: (1, lambda d: EngineFails(d(0, 5), _of(d, 1, 1, 2, 5))),
     EngineHangs: (1, lambda d: EngineHangs(d(0, 5), _of(d, 500, 3000, 7000, 0))),
     LoadsFail: (1, lambda d: LoadsFail(d(0, 5), _of(d, 1, 2))),
@@ -240,8 +306,9 @@ MAKERS: dict[type, tuple[int, Callable[[Draw], Step]]] = {
     Lose: (1, lambda d: Lose(d(0, 5), d(0, 5), _of(d, 1, 1, 2, 5))),
     Double: (1, lambda d: Double(d(0, 5), d(0, 5), _of(d, 1, 2, 5), _of(d, 0, 5, 50, 400))),
     Cut: (1, lambda d: Cut(d(0, 5), d(0, 5))),
-    CutClient: (1, lambda d: CutClient(d(0, 2))),
+    Break: (1, lambda d: Break(d(0, 8))),
     Heal: (3, lambda d: Heal(d(0, 5))),
+    ChainsOf: (1, lambda d: ChainsOf(d(0, 3))),
     Calm: (1, lambda d: Calm()),
 }
 """How often a kind comes where it comes, and how it is made. The simplest one first: failing examples shrink to it."""
@@ -266,7 +333,7 @@ def seeded(seed: int, steps: int) -> list[Step]:
     """The schedule of a seed."""
     dice = random.Random(seed)
     kinds = draw_kinds(dice.randint)
-    return [draw_step(dice.randint, kinds) for _ in range(steps)]
+    return [*BEGINNING, *(draw_step(dice.randint, kinds) for _ in range(steps - len(BEGINNING)))]
 
 
 @st.composite
@@ -277,8 +344,8 @@ def schedules(draw: st.DrawFn, steps: int) -> list[Step]:
         return draw(st.integers(low, high))
 
     kinds = draw_kinds(number)
-    drawn = [draw_step(number, kinds) for _ in range(steps)]
-    return [step for step in drawn if step != Wait(0)]
+    drawn = [draw_step(number, kinds) for _ in range(steps - len(BEGINNING))]
+    return [*BEGINNING, *(step for step in drawn if step != Wait(0))]
 
 
 def shown(schedule: Schedule) -> str:

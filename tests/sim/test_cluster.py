@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from potluck.runtime.client import ASK_S, Answer, Client
+from potluck.runtime.client import ASK_S, LAST_WORDS_S, Answer, Client
 from potluck.stage.engines.fake import FakeEngine
 from potluck.wire.errors import NoBrokerError, UnavailableError
 from potluck.wire.messages import (
@@ -554,9 +554,12 @@ def test_a_zmq_client_whose_broker_dies_is_told_so_and_does_not_wait_for_ever() 
         await house.until(lambda: house.server.view().running == 1)
         await house.kill(BROKER)
         begun = house.now
-        with pytest.raises(NoBrokerError, match="No broker answers"):
+        with pytest.raises(UnavailableError, match=r"connection to the broker .* broke"):
             await running
-        assert house.now - begun <= client.timeout_s + 2 * ASK_S
+        assert house.now - begun <= LAST_WORDS_S
+        with pytest.raises(NoBrokerError, match="No broker answers"):
+            await client.complete(tokens=PROMPT, max_tokens=500, sampling=GREEDY)
+        assert house.now - begun <= LAST_WORDS_S + client.timeout_s + 2 * ASK_S
         house.start_broker()
 
     in_house(story)
@@ -570,8 +573,40 @@ def test_a_zmq_client_whose_broker_was_started_anew_hears_that_its_request_is_lo
         await house.until(lambda: house.server.view().running == 1)
         await house.kill(BROKER)
         house.start_broker()
-        with pytest.raises(UnavailableError, match="restarted"):
+        with pytest.raises(UnavailableError, match="request is lost"):
             await running
+
+    in_house(story)
+
+
+def test_a_zmq_client_whose_connection_breaks_hears_that_its_request_is_lost_and_may_ask_again() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", "b", cost=Cost(batch_s=1.0))
+        client = house.client("sofa")
+        running = asyncio.ensure_future(client.complete(tokens=PROMPT, max_tokens=500, sampling=GREEDY))
+        await house.until(lambda: house.core.state.tokens_out > 2)
+        house.network.sever("sofa", BROKER)
+        begun_s = house.now
+        with pytest.raises(UnavailableError, match=r"connection to the broker .* broke"):
+            await running
+        assert house.now - begun_s <= LAST_WORDS_S
+        assert not house.core.state.requests
+        await ask(client, n=2)
+
+    in_house(story)
+
+
+def test_an_answer_that_has_arrived_whole_is_no_matter_of_the_connection_any_more() -> None:
+    async def story(house: House) -> None:
+        await house.serving("a", cost=STEP)
+        running = asyncio.ensure_future(ask(house.client("sofa"), n=2))
+        await house.until(lambda: bool(house.core.state.requests))
+        house.freeze("sofa")  # everything arrives, and nobody reads it
+        await asyncio.sleep(1.0)
+        assert not house.core.state.requests
+        house.network.sever("sofa", BROKER)
+        house.thaw("sofa")
+        await running
 
     in_house(story)
 

@@ -1,8 +1,7 @@
 """Plays a schedule of `steps` over a household, and says what must hold at every moment and at every calm.
 
 At every moment: the invariants of every core (see `watched`), and that no client hears a token that isn't the next one
-of the undisturbed answer. At every calm: each request has ended once, within a bounded time, well or with an error that
-the schedule gives a reason for; then a new request is served, and nothing of the others is left in anybody's hands.
+of the undisturbed answer (see `asks`). At every calm: see `calmness`.
 """
 
 from __future__ import annotations
@@ -10,34 +9,44 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import tempfile
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from pathlib import Path
 
-from potluck.broker.effects import RequestFailed
+import pytest
+
+from potluck.broker import job_desk
 from potluck.broker.state import StageStatus
+from potluck.planner.even import plan_even
+from potluck.planner.plan import NO_NETWORK, Candidate, ModelShape, Network, Plan
 from potluck.runtime import client as client_module
-from potluck.runtime.client import Client
-from potluck.wire.errors import CancelledError, NoBrokerError, PotluckError, QueueFullError, UnavailableError
-from potluck.wire.messages import Accepted, Delta, Finished
-from potluck.wire.sampling import GREEDY, Sampling
-from sim.cluster import BROKER, CODEC, CONFIG, Cost, House, in_house
+from sim.asks import CLIENTS, Clients
+from sim.calmness import Calmness
+from sim.cluster import BROKER, CONFIG, Cost, House, in_house
+from sim.inline_journal import InlineJournal
 from sim.steps import (
+    EVEN_THE_LAST,
+    Break,
+    BrokerDies,
     BrokerSleeps,
     Calm,
     Cancel,
+    ChainsOf,
     ClientGoes,
     Cut,
-    CutClient,
     Double,
+    Drain,
     EngineFails,
     EngineHangs,
+    ForgetJob,
     Freeze,
     Heal,
     Join,
     Kill,
     Late,
     Leave,
+    LeaveInOrder,
     LoadsFail,
     LoadsTake,
     Lose,
@@ -45,44 +54,32 @@ from sim.steps import (
     Slow,
     Step,
     Submit,
+    SubmitJob,
     Thaw,
     Wait,
 )
-from sim.watched import FOR_EVER_S, LAYERS, Troubles, undisturbed
+from sim.watched import FOR_EVER_S, LAYERS, Troubles
 from sim.weather import Forecast, Rule
 
-WALK = dataclasses.replace(CONFIG, slots=3, queue_limit=12, wait_limit_s=15.0)
+WALK = dataclasses.replace(CONFIG, slots=3, queue_limit=12, wait_limit_s=15.0, patience=1.0)
 DEVICES = [f"s{number}" for number in range(6)]
-CLIENTS = [f"c{number}" for number in range(3)]
-TEXT = "The quick brown fox jumps over the lazy dog"
-BOUND_S = 60.0
-"""Within this time after the last fault every request has ended, beside what computing it takes."""
 
 
-@dataclass
-class Ask:
-    """One request and what its client has heard."""
+class Groups:
+    """A planner of even chains of so many stages each; what is left over joins the last one."""
 
-    number: int
-    client: str
-    prompt: tuple[int, ...]
-    tokens: int
-    sampling: Sampling
-    stops: tuple[str, ...]
-    begun_s: float
-    expected: list[int]
-    accepted: bool = False
-    heard: list[int] = field(default_factory=list)
-    text: str = ""
-    end: Finished | PotluckError | str | None = None
-    ended_s: float = 0.0
-    cancelled: bool = False
-    spoilt: bool = False
-    """Frames between its client and the broker may have been lost."""
-    task: asyncio.Task[None] = field(init=False)
+    def __init__(self) -> None:
+        self.stages = 0
 
-    def __str__(self) -> str:
-        return f"#{self.number} of {self.client}: {len(self.prompt)}+{self.tokens}, {len(self.heard)} heard, {self.end}"
+    def __call__(
+        self, model: ModelShape, candidates: Sequence[Candidate], network: Network = NO_NETWORK
+    ) -> Plan:
+        ordered = sorted(candidates, key=lambda candidate: (candidate.device, candidate.stage))
+        size = self.stages or max(1, len(ordered))
+        groups = [ordered[at : at + size] for at in range(0, max(1, len(ordered) - size + 1), size)]
+        groups[-1] += ordered[sum(map(len, groups)) :]
+        plans = [plan_even(model, group, network) for group in groups]
+        return Plan(tuple(plan.chains[0] for plan in plans), tuple(r for plan in plans for r in plan.reasons))
 
 
 class _Names:
@@ -98,18 +95,17 @@ class _Names:
 class Walk:
     """One schedule being played."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, planner: Groups) -> None:
         self.house = house
-        self.asks: list[Ask] = []
+        self.planner = planner
+        self.clients = Clients(house)
         self.played = 0
         self.calms = 0
         self.frozen: set[str] = set()
         self.cuts: list[tuple[str, str]] = []
-        self.faulty = False
-        """Whether a link, an engine or a pause has given requests a reason to fail, since the last calm."""
-        self.clients: dict[str, Client] = {}
-        self.slowest_calm_s = 0.0
-        self._weights = {name: Cost(0.005) for name in DEVICES}
+        house.faultless = True
+        self.counts: Counter[str] = Counter()
+        """How the requests have ended."""
 
     async def run(self, schedule: Schedule) -> None:
         for step in schedule:
@@ -117,6 +113,11 @@ class Walk:
             self.house.check()
             self.played += 1
         await self.calm()
+
+    def faults(self) -> None:
+        """From here on they have."""
+        self.house.faultless = False
+        self.clients.faults()
 
     # ---- steps
 
@@ -126,22 +127,38 @@ class Walk:
             case Wait(ms):
                 await asyncio.sleep(ms / 1000)
             case Submit():
-                self.submit(step)
-            case Cancel(which):
-                running = [ask for ask in self.asks if ask.end is None]
-                if running:
-                    self.cancel(running[which % len(running)])
+                self.clients.submit(step)
+            case SubmitJob():
+                self.clients.hand_in(step)
+            case ForgetJob(which) if self.clients.jobs:
+                self.clients.background(
+                    self.clients.forget(self.clients.jobs[which % len(self.clients.jobs)])
+                )
+            case Cancel(which) if self.clients.running:
+                self.clients.cancel(self.clients.running[which % len(self.clients.running)])
             case ClientGoes(client):
-                await self.client_goes(CLIENTS[client])
+                await self.clients.goes(CLIENTS[client])
             case Join(batch_ms, load_ms, again):
                 self.join(Cost(batch_ms / 1000, load_s=load_ms / 1000), again=again)
-            case Kill(which) if house.living:
+            case Kill(which) if self.may_go(which):
                 name = self.stage(which)
                 self.frozen.discard(name)
                 await house.kill(name)
-            case Leave(which) if self.awake:
+            case Leave(which) if self.may_go(which) and self.awake:
                 await house.leave(self.awake[which % len(self.awake)])
-            case Freeze(which) if self.awake:
+            case LeaveInOrder(which) if self.may_go(which) and self.awake:
+                name = self.awake[which % len(self.awake)]
+                house.tell(f"{name} wants to leave")
+                house.workers[name].leave("it wants to")
+            case Drain(which, back):
+                self.clients.drain(DEVICES[which], back=back)
+            case BrokerDies(ms):
+                self.faults()
+                self.clients.broker_died()
+                await house.kill(BROKER)
+                await asyncio.sleep(ms / 1000)
+                house.start_broker()
+            case Freeze(which) if self.may_go(which) and self.awake:
                 name = self.awake[which % len(self.awake)]
                 self.frozen.add(name)
                 house.freeze(name)
@@ -150,12 +167,13 @@ class Walk:
                 self.frozen.discard(name)
                 house.thaw(name)
             case BrokerSleeps(ms):
-                self.faulty = True
+                self.faults()
                 house.freeze(BROKER)
                 await asyncio.sleep(ms / 1000)
                 house.thaw(BROKER)
             case EngineFails(which, batches) if house.living:
                 self.trouble(which, f"fails in {batches} micro-batches").failing_batches += batches
+                house.workers[self.stage(which)].lossless = False  # what follows a failed one finds a gap
             case EngineHangs(which, ms) if house.living:
                 troubles = self.trouble(which, f"hangs for {ms or 'ever'} ms")
                 troubles.hanging_batches, troubles.hang_s = 1, ms / 1000 or FOR_EVER_S
@@ -163,11 +181,12 @@ class Walk:
                 self.trouble(which, f"fails in {loads} loads").failing_loads += loads
             case LoadsTake(which, ms) if house.living:
                 house.workers[self.stage(which)].load_s = ms / 1000
-                self.faulty = self.faulty or ms / 1000 >= house.config.load_timeout_s
+                if ms / 1000 >= house.config.load_timeout_s:
+                    self.faults()
             case Slow(source, target, ms):
                 house.weather.slow(*self.link(source, target, CLIENTS), ms / 1000)
             case Late(source, target, frames, ms):
-                self.faulty = True
+                self.faults()
                 self.rule(source, target, CLIENTS, Rule(times=frames, delay_s=ms / 1000))
             case Lose(source, target, frames):
                 self.lossy()
@@ -178,13 +197,17 @@ class Walk:
             case Cut(one, other):
                 self.lossy()
                 self.cut(*self.link(one, other, []))
-            case CutClient(client):
-                for ask in self.asks:
-                    if ask.client == CLIENTS[client] and ask.end is None:
-                        ask.spoilt = True
-                self.cut(BROKER, CLIENTS[client])
+            case Break(party):
+                self.faults()
+                name = [*DEVICES, *CLIENTS][party]
+                house.tell(f"the connection of {name} breaks")
+                self.clients.connection_broke(name)
+                house.network.sever(name, BROKER)
             case Heal(which) if self.cuts:
                 house.heal(*self.cuts.pop(which % len(self.cuts)))
+            case ChainsOf(stages):
+                house.tell(f"plans are of chains of {stages or 'all'} stages")
+                self.planner.stages = stages
             case Calm():
                 await self.calm()
             case _:
@@ -195,6 +218,10 @@ class Walk:
         """Stages that run and are not frozen."""
         workers = self.house.workers
         return [name for name in self.house.living if name not in self.frozen and workers[name].running]
+
+    def may_go(self, which: int) -> bool:
+        """Whether a stage may be taken away."""
+        return bool(self.house.living) and (len(self.awake) > 1 or which == EVEN_THE_LAST)
 
     def stage(self, which: int) -> str:
         living = self.house.living
@@ -221,12 +248,12 @@ class Walk:
 
     def lossy(self) -> None:
         """From here on engines may see gaps."""
-        self.faulty = True
+        self.faults()
         for worker in self.house.workers.values():
             worker.lossless = False
 
     def trouble(self, which: int, what: str) -> Troubles:
-        self.faulty = True
+        self.faults()
         self.house.tell(f"{self.stage(which)}: its engine {what}")
         return self.house.troubles(self.stage(which))
 
@@ -236,98 +263,19 @@ class Walk:
             worker = self.house.add_stage(absent[0 if again else -1], cost)
             worker.lossless = not self.cuts and not self.house.weather.rules
 
-    # ---- clients
-
-    def submit(self, step: Submit) -> None:
-        name = CLIENTS[step.client]
-        if name not in self.clients:
-            self.clients[name] = self.house.client(name)
-        client = self.clients[name]
-        prompt = tuple(CODEC.encode((chr(97 + step.letter) + TEXT)[: step.length]))
-        sampling = GREEDY if step.seed == 0 else Sampling(temperature=1.0, seed=step.seed)
-        tokens = min(step.tokens, WALK.context_tokens - len(prompt))
-        stops = ()
-        if step.stop:
-            text = CODEC.decode(undisturbed(prompt, tokens, sampling))
-            at = min(2 * step.stop, max(0, len(text) - 2))
-            stops = (text[at : at + 2] or "zz",)
-        expected = undisturbed(prompt, tokens, sampling, stops)
-        ask = Ask(len(self.asks), name, prompt, tokens, sampling, stops, self.house.now, expected)
-        ask.spoilt = (BROKER, name) in self.cuts
-        self.house.tell(f"#{ask.number} is asked by {name}: {len(prompt)}+{tokens}")
-        context = self.house.context(name)
-        ask.task = self.house.loop.create_task(self._ask(client, ask), context=context)
-        ask.task.add_done_callback(lambda _: self._ended(ask))  # also if it was cancelled before it began
-        self.asks.append(ask)
-
-    async def _ask(self, client: Client, ask: Ask) -> None:
-        house = self.house
-        try:
-            stream = client.stream(
-                tokens=ask.prompt,
-                max_tokens=ask.tokens,
-                sampling=ask.sampling,
-                seed=ask.sampling.seed,
-                stop=ask.stops,
-            )
-            async with aclosing(stream) as events:
-                async for event in events:
-                    match event:
-                        case Accepted():
-                            ask.accepted = True
-                        case Delta(_, text, tokens):
-                            ask.text += text
-                            ask.heard += tokens
-                            with house.noticing():
-                                assert ask.spoilt or ask.heard == ask.expected[: len(ask.heard)], (
-                                    f"{ask} hears {ask.heard} instead of {ask.expected}"
-                                )
-                        case Finished():
-                            ask.end = event
-        except PotluckError as error:
-            ask.end = error
-
-    def _ended(self, ask: Ask) -> None:
-        if ask.end is None:
-            ask.end = "cancelled" if ask.cancelled else "its client is gone"
-        ask.ended_s = self.house.now
-        with self.house.noticing():
-            self._check_end(ask)
-        self.house.stir()
-
-    def _check_end(self, ask: Ask) -> None:
-        """Whether it may have ended like this."""
-        match ask.end:
-            case Finished():
-                assert ask.spoilt or ask.heard == ask.expected, f"{ask} instead of {ask.expected}"
-            case NoBrokerError():
-                assert ask.spoilt or self.faulty, f"{ask}"
-            case CancelledError():
-                assert ask.spoilt, f"{ask}: nobody cancelled it"
-            case QueueFullError():
-                assert not ask.accepted, f"{ask}"
-            case UnavailableError():
-                pass
-            case PotluckError():
-                assert self.faulty, f"{ask}: there was no fault"
-            case _:
-                pass
-
-    def cancel(self, ask: Ask) -> None:
-        ask.cancelled = True
-        self.house.tell(f"#{ask.number} is cancelled")
-        ask.task.cancel()
-
-    async def client_goes(self, name: str) -> None:
-        if self.clients.pop(name, None) is not None:
-            await self.house.kill(name)
-
-    # ---- calm
-
     async def calm(self) -> None:
         """The faults end; whatever was under way must, too."""
+        self.house.tell("calm")
+        await self.end_faults()
+        await Calmness(self.house, self.clients).check(self.counts)
+        self.house.faultless = True
+        for worker in self.house.workers.values():
+            worker.lossless = True  # every slot is emptied before it is used again
+        self.calms += 1
+
+    async def end_faults(self) -> None:
+        """Links are as they should be, what hangs or has failed is switched off, and enough devices are there."""
         house = self.house
-        house.tell("calm")
         for name in sorted(self.frozen):
             house.thaw(name)
         self.frozen.clear()
@@ -345,100 +293,34 @@ class Walk:
                 continue
             troubles.failing_batches = troubles.failing_loads = troubles.hanging_batches = 0
             house.workers[name].load_s = 0.1
-        while len(house.living) < 2:
+        for device in DEVICES:
+            self.clients.drain(device, back=True)
+        await self.clients.settle()
+        while sum(not house.workers[name].goes for name in house.living) < 2:
             self.join(Cost(0.005, load_s=0.1))
-        for ask in self.asks:
-            if ask.spoilt and ask.end is None:
-                self.cancel(ask)  # a client can't tell yet that its answer is lost: it waits for ever
-        begun_s = house.now
-        work_s = 0.1 * sum(ask.tokens for ask in self.asks if ask.end is None)
-        async with self._in_time(BOUND_S + work_s):
-            await house.until(lambda: all(ask.end is not None for ask in self.asks), FOR_EVER_S)
-            await house.until(lambda: not house.core.state.requests, FOR_EVER_S)
-            await house.until(lambda: house.core.state.ready, FOR_EVER_S)
-        self.slowest_calm_s = max(self.slowest_calm_s, house.now - begun_s)
-        self.faulty = False
-        for worker in house.workers.values():
-            worker.lossless = False  # what was lost before may still show
-        self._check_broker()
-        self.submit(Submit(0, 0, 9, 5))
-        last = self.asks[-1]
-        async with self._in_time(BOUND_S):
-            await house.until(lambda: last.end is not None, FOR_EVER_S)
-            await house.quiet()
-            await house.until(
-                lambda: not any(worker._pipeline.inside for worker in house.workers.values()), FOR_EVER_S
-            )
-        assert isinstance(last.end, Finished), f"after the calm: {last}"
-        self._check_nothing_left()
-        self.asks.clear()
-        self.calms += 1
-
-    def _in_time(self, seconds: float) -> _InTime:
-        return _InTime(self, seconds)
-
-    def _check_broker(self) -> None:
-        """Every end that the broker gave had a reason."""
-        for request, (end, _) in self.house.server.ends.items():
-            if isinstance(end, RequestFailed):
-                assert end.error.code != "internal_error", f"{request}: {end.error}"
-
-    def _check_nothing_left(self) -> None:
-        house = self.house
-        state, server = house.core.state, house.server
-        assert not state.requests
-        assert not state.waiting
-        assert not state.probes
-        for chain in state.chains.values():
-            assert set(chain.slots) == {None}, f"slots are taken: {chain.slots}"
-            assert not chain.in_flight
-        assert not server.gateway._tickets
-        assert not server.clients._tickets
-        assert len(house.core.story) <= 4096
-        for worker in house.workers.values():
-            assert len(worker.machine.story) <= 4096
-        for client in self.clients.values():
-            assert not client._streams
-            assert not client._views
-
-
-class _InTime:
-    """A deadline that says what had not ended."""
-
-    def __init__(self, walk: Walk, seconds: float) -> None:
-        self._walk = walk
-        self._timeout = asyncio.timeout(seconds)
-        self._seconds = seconds
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *what: object) -> None:
-        try:
-            await self._timeout.__aexit__(*what)  # type: ignore[arg-type]
-        except TimeoutError:
-            open_asks = [str(ask) for ask in self._walk.asks if ask.end is None]
-            core = self._walk.house.core
-            raise AssertionError(
-                f"not over {self._seconds:g} s after the last fault: {open_asks}; the broker has "
-                f"{list(core.state.requests)} and is ready: {core.state.ready}. {core.missing}"
-            ) from None
 
 
 def play(schedule: Schedule, seed: int = 0) -> Walk:
     """Plays a schedule to its end. Raises what went wrong, with everything that happened in its notes."""
     walks: list[Walk] = []
+    planner = Groups()
 
     async def story(house: House) -> None:
-        walk = Walk(house)
+        walk = Walk(house, planner)
         walks.append(walk)
         await walk.run(schedule)
 
-    real, client_module.secrets = client_module.secrets, _Names()  # type: ignore[assignment]
-    try:
-        in_house(story, config=WALK, weather=Forecast(seed), within_s=FOR_EVER_S)
-    finally:
-        client_module.secrets = real
+    with tempfile.TemporaryDirectory(prefix="potluck-walk-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_module, "secrets", _Names())
+        patch.setattr(job_desk, "JournalThread", InlineJournal)
+        in_house(
+            story,
+            config=WALK,
+            weather=Forecast(seed),
+            planner=planner,
+            journal=Path(folder) / "jobs.sqlite3",
+            within_s=FOR_EVER_S,
+        )
     return walks[0]
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from potluck.broker.effects import Effect, RequestFailed, RequestFinished, RequestText
+from potluck.broker.effects import Effect, Report, RequestFailed, RequestFinished, RequestText
 from potluck.broker.events import BrokerEvent, RequestSubmitted
 from potluck.broker.server import BrokerServer
 from potluck.model.text import TextStream
@@ -57,6 +57,10 @@ class Watch(Protocol):
 
     @property
     def now(self) -> float: ...
+
+    @property
+    def faultless(self) -> bool:
+        """Whether nothing but coming and going has happened, so that nobody has a reason to report an error."""
 
     def noticing(self) -> AbstractContextManager[None]:
         """Keeps an assertion that fails inside."""
@@ -123,6 +127,11 @@ class WatchedStage(StageWorker):
     def running(self) -> bool:
         """Whether `run` has begun."""
         return self._machine is not None
+
+    @property
+    def goes(self) -> bool:
+        """Whether it was asked to leave."""
+        return self.running and (self.machine.leaving.due_s is not None or self.machine.state.stopped)
 
     def feed(self, event: StageEvent) -> None:
         epoch = self.machine.state.epoch
@@ -210,6 +219,8 @@ class WatchedBroker(BrokerServer):
                 case RequestFailed(request):
                     assert request not in self.ends, f"{request} ended twice"
                     self.ends[request] = (effect, self.watch.now)
+                case Report("error", text):
+                    assert not self.watch.faultless, text
                 case _:
                     pass
         super()._perform(effect)

@@ -288,3 +288,23 @@ async def test_only_routers_that_were_told_to_hear_of_closings() -> None:
     await router.hear()
     dealer.close()
     assert await soon(router.hear()) is None
+
+
+@story
+async def test_a_connection_that_breaks_loses_what_is_on_its_way_and_comes_back() -> None:
+    network = MemoryNetwork(Scripted(Fate(), Fate((0.5,)), Fate((0.5,))))
+    router = network.host("broker").router(CONTROL, closings=True)
+    dealer = network.host("sofa").dealer(CONTROL, "sofa", watched=True)
+    assert await dealer.connection()
+    dealer.send([b"first"])
+    assert await soon(router.hear()) == (b"sofa", [b"first"])
+    dealer.send([b"lost"])
+    router.send(b"sofa", [b"lost, too"])
+    network.sever("broker", "sofa")
+    assert await soon(router.hear()) == PeerClosed(b"sofa")
+    assert [await dealer.connection(), await dealer.connection()] == [False, True]
+    assert not router.send(b"sofa", [b"before it spoke again"])
+    dealer.send([b"again"])
+    assert await soon(router.hear()) == (b"sofa", [b"again"])
+    router.send(b"sofa", [b"heard"])
+    assert await soon(dealer.recv()) == [b"heard"]
