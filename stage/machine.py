@@ -2,8 +2,9 @@
 
 It decides which epoch is valid, what follows from the broker's words, and when the stage ends. When to register and to
 beat is left to `membership`, what is held and loaded to `loading`, how long to stay to `leaving`, what counts as hung
-to `hanging`, what becomes of micro-batches to `batches`, how a slice is loaded to `holder`, what the layers make of a
-micro-batch to `batch`, frames and queues to `pipeline`.
+to `hanging`, what becomes of micro-batches to `batches`, which slots are copied to others to `mirroring`, what becomes
+of others' copies to `copies`, how a slice is loaded to `holder`, what the layers make of a micro-batch to `batch`,
+frames and queues to `pipeline`.
 """
 
 from __future__ import annotations

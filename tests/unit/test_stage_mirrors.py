@@ -48,6 +48,8 @@ def go(work: Coroutine[object, object, None]) -> None:
 class Stage(ScriptedBroker):
     """A stage with a broker of its own, on a network with others."""
 
+    running: asyncio.Task[int]
+
     def assign(self, **changes: Any) -> Assign:
         results = self.results.endpoint
         return assignment(next_endpoint=results, results_endpoint=results, **changes)
@@ -78,7 +80,7 @@ class Stage(ScriptedBroker):
 
 async def serving(network: MemoryNetwork, suffix: str = "1") -> Stage:
     stage = Stage(network, suffix)
-    stage.running = stage.start()  # type: ignore[attr-defined]
+    stage.running = stage.start()
     await stage.welcome()
     await stage.make_ready(stage.assign())
     return stage
@@ -86,7 +88,7 @@ async def serving(network: MemoryNetwork, suffix: str = "1") -> Stage:
 
 async def standing_by(network: MemoryNetwork, suffix: str = "2", engine: Any = FakeEngine) -> Stage:
     stage = Stage(network, suffix)
-    stage.running = stage.start(engine)  # type: ignore[attr-defined]
+    stage.running = stage.start(engine)
     await stage.welcome()
     stage.say(Prepare(1, (SLICE,)))
     await stage.hear(Prepared)
@@ -100,7 +102,7 @@ def data_endpoint(stage: Stage) -> str:
 async def close(*stages: Stage) -> None:
     for stage in stages:
         await stage.worker.stop()
-        assert await stage.running == 0  # type: ignore[attr-defined]
+        assert await stage.running == 0
 
 
 def text_of(prompt: list[int], n: int) -> list[int]:
@@ -199,7 +201,7 @@ def test_a_stage_that_lacks_one_of_the_slots_to_keep_says_so_and_empties_all() -
 def test_a_stage_that_has_to_load_keeps_nothing() -> None:
     async def scenario() -> None:
         one = Stage(MemoryNetwork(), "1")
-        one.running = one.start()  # type: ignore[attr-defined]
+        one.running = one.start()
         await one.welcome()
         assert not (await one.make_ready(one.assign(keep=(Keep(0, 3),)))).kept
         await close(one)
@@ -239,7 +241,7 @@ def test_a_mirror_that_takes_nothing_is_dropped_and_the_others_get_their_copies(
         settings = StageSettings(
             "dev", {MODEL.fingerprint: None}, engine="fake", listen_address="*", send_timeout_s=0.05
         )
-        one.running = one.start(settings=settings)  # type: ignore[attr-defined]
+        one.running = one.start(settings=settings)
         await one.welcome()
         await one.make_ready(one.assign())
         silent = one.next.endpoint
@@ -262,7 +264,7 @@ def test_an_engine_that_can_not_copy_serves_on_without() -> None:
     async def scenario() -> None:
         network = MemoryNetwork()
         one, two = Stage(network, "1"), await standing_by(network)
-        one.running = one.start(Unable)  # type: ignore[attr-defined]
+        one.running = one.start(Unable)
         await one.welcome()
         await one.make_ready(one.assign())
         one.say(Mirror((data_endpoint(two),)), 1)
