@@ -40,6 +40,8 @@ class Broken:
 
     plan: ChainPlan
     seats: tuple[Seat, ...] = ()
+    batches: frozenset[int] = frozenset()
+    """Its newest micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)

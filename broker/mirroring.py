@@ -34,13 +34,21 @@ def arrange(core: Core) -> Iterator[Effect]:
 
 
 def _keepers(core: Core, stage: Stage) -> list[Stage]:
-    """Stages that hold what a stage serves, and do not serve it."""
+    """Stages that hold what a stage serves, do not serve it, and keep no copies of another one that does."""
     active = holding.serves(stage)
-    return [
-        other
-        for other in core.state.stages.values()
-        if active in other.held and active in other.listed and holding.serves(other) != active
-    ]
+    found = []
+    for other in core.state.stages.values():
+        if active is None or active not in other.held or active not in other.listed:
+            continue
+        if holding.serves(other) == active:
+            continue
+        source = core.state.stages.get(other.sources.get(active, stage.stage))
+        if source is None or holding.serves(source) != active:
+            source = stage  # whose copies it had serves that no more
+        if source is stage:
+            other.sources[active] = stage.stage
+            found.append(other)
+    return found
 
 
 def copied(core: Core, event: SlotCopied) -> Iterator[Effect]:
@@ -71,10 +79,15 @@ def kept(core: Core, broken: Broken, new: ChainPlan) -> dict[Seat, int]:
         tokens = seat.tokens
         for place in fresh:
             copy = core.state.stages[place.stage].copies.get((holding.slice_of(core, place), seat.slot))
-            tokens = min(tokens, copy.tokens if copy is not None and copy.batch >= seat.since_batch else 0)
+            tokens = min(tokens, copy.tokens if copy is not None and _is_of(copy, seat, broken) else 0)
         if tokens > 0 and seat.request in core.state.waiting:
             found[seat] = tokens
     return found
+
+
+def _is_of(copy: Copy, seat: Seat, broken: Broken) -> bool:
+    """Whether a copy was taken in this chain, and since the request has had the slot."""
+    return copy.batch >= seat.since_batch and copy.batch in broken.batches
 
 
 def keep_of(seats: dict[Seat, int]) -> tuple[Keep, ...]:

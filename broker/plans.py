@@ -96,7 +96,7 @@ def end_broken(core: Core, chain: Chain, cause: str, why: str, *, holds: bool = 
     """Ends a chain that can't go on; what follows it is due at once. Unless it `holds`, its caches are not known."""
     seats = mirroring.seats(core, chain) if holds else ()
     yield from close(core, chain, cause, why)
-    core.broken.append(Broken(chain.plan, seats))
+    core.broken.append(Broken(chain.plan, seats, frozenset(chain.recent)))
     core.moving = False
     core.ask_for_plan(0.0)
 

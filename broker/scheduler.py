@@ -92,6 +92,7 @@ def fill(
             return
         batch = BatchId(state.next_batch)
         state.next_batch += 1
+        chain.recent.append(batch)
         chain.in_flight[batch] = InFlight(
             batch, now, tuple(draft.entries), draft.prefill, len(draft.tokens), alone=not chain.in_flight
         )

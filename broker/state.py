@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,6 +29,8 @@ class StageStatus(StrEnum):
     READY = "ready"
     FAILED = "failed"
 
+
+RECENT_BATCHES = 1_024
 
 BROKER = StageId("")
 """The broker, as an end of a link."""
@@ -125,6 +127,8 @@ class Stage:
     """Its slices that were not answered for yet."""
     copies: dict[tuple[Slice, SlotId], Copy] = field(default_factory=dict)
     """Of slots of stages that serve what it holds for a loss."""
+    sources: dict[Slice, StageId] = field(default_factory=dict)
+    """Whose slots it has copies of: of one stage for each slice, or they would end up in the same slots."""
     mirrors: tuple[str, ...] = ()
     """Where it was told to copy its slots to."""
     unfit: set[Slice] = field(default_factory=set)
@@ -228,6 +232,8 @@ class Chain:
     ready: set[StageId] = field(default_factory=set)
     kept: bool = True
     """Whether all stages so far hold what they were to keep."""
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_BATCHES))
+    """The numbers of its newest micro-batches: copies of its slots carry one of them."""
     open: bool = False
     closing: bool = False
     """Whether it takes no further request: a stage of it leaves, and nobody can take over."""

@@ -394,7 +394,10 @@ def find_gguf(site_packages: Path) -> Path | None:
 
 
 def first_decode(command: Sequence[str]) -> str | None:
-    """Run a decode in a child process; None if it went well, else what happened, in words."""
+    """Run a decode in a child process; None if it went well, else what happened, in words.
+
+    Raises BootstrapError for one that does not end: that can be a busy machine, and says nothing about the wheel.
+    """
     try:
         ran = subprocess.run(
             command,
@@ -406,7 +409,10 @@ def first_decode(command: Sequence[str]) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"llama.cpp did not finish its first decode within {DECODE_TIMEOUT_S:.0f} s"
+        raise BootstrapError(
+            f"llama.cpp did not finish its first decode within {DECODE_TIMEOUT_S:.0f} s; it takes about one second. Is "
+            "this machine busy with something else? Run make again once it is not."
+        ) from None
     if ran.returncode == 0:
         return None
     if ran.returncode < 0:

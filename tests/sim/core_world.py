@@ -100,6 +100,8 @@ class ChainWorld:
     epoch: Epoch
     slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     coming: deque[SendBatch] = field(default_factory=deque)
+    batch: int = 0
+    """The micro-batch that came out last."""
 
     def compute(self, sent: SendBatch) -> tuple[int, ...]:
         """The results of one micro-batch. Asserts that every span continues its slot."""
@@ -250,7 +252,7 @@ class CoreWorld:
                     slice=slice_,
                     slot=SlotId(slot),
                     tokens=held,
-                    batch=self.last_batch,
+                    batch=self.chains[chain].batch,
                 )
             )
         return held
@@ -263,7 +265,7 @@ class CoreWorld:
         sent = world.coming.popleft()
         results = world.compute(sent)
         self.computed += sent.message.tokens
-        self.last_batch = sent.message.batch
+        world.batch = self.last_batch = sent.message.batch
         self.feed(
             BatchReturned(
                 cause="result",

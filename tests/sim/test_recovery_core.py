@@ -58,6 +58,12 @@ def in_pairs(model: ModelShape, candidates: Sequence[Candidate], network: Networ
     return Plan(tuple(plan_even(model, pair).chains[0] for pair in pairs))
 
 
+def one_each(model: ModelShape, candidates: Sequence[Candidate], network: Network = NO_NETWORK) -> Plan:
+    """Every device serves alone."""
+    named = sorted(candidates, key=lambda candidate: candidate.device)
+    return Plan(tuple(plan_even(model, [one]).chains[0] for one in named))
+
+
 def test_spare_that_holds_the_layers_takes_over_and_the_others_keep_theirs() -> None:
     world = CoreWorld(STANDBY)
     a, b, spare = world.start("a", "b", "spare")
@@ -543,6 +549,27 @@ def test_copy_of_a_slot_that_another_request_had_before_is_not_taken_for_the_new
     assert not world.assigned[a].keep
     world.settle()
     assert tuple(world.tokens[second]) == continuation((7,) * 20, 9)
+
+
+def test_spare_keeps_copies_of_one_chain_where_two_serve_the_same_layers() -> None:
+    config = BrokerConfig(slots=2, context_tokens=64, chunk_tokens=8, settle_s=0.5, reserve=("spare",))
+    world = CoreWorld(config, planner=one_each)
+    a, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    assert len(world.core.state.chains) == 2
+    assert sorted(world.mirrors.get(stage, ()) for stage in (a, b)) == [(), ("tcp://spare:1",)]
+    mirrored, other = (a, b) if world.mirrors.get(a) else (b, a)
+    of = {chain.stages[0]: chain.chain for chain in world.core.state.chains.values()}
+    requests = [ask(world, f"r{n}", (n, 2, 3), limit=30) for n in range(2)]
+    for _ in range(20):
+        for chain in list(world.chains):
+            world.move_one(chain)
+    world.copy(spare, 0, of[mirrored])
+    world.lose(other)
+    assert not world.assigned[spare].keep, "what it holds is of the chain that goes on"
+    world.settle()
+    for n, request in enumerate(requests):
+        assert tuple(world.tokens[request]) == continuation((n, 2, 3), 30)
 
 
 def test_after_a_micro_batch_that_broke_nothing_is_kept() -> None:
