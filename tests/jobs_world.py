@@ -51,7 +51,9 @@ def new_job(key: str, body: str = "a prompt", created_s: float = AT_S) -> NewJob
 
 
 class JobsWorld:
-    """See above. `answers` and `refusals` are by ask, `running` the requests of jobs that run."""
+    """See above. `answers` and `refusals` are by ask, `said` has both in their order, `running` the requests of jobs
+    that run.
+    """
 
     def __init__(self, folder: Path, *, keep_s: float = DAY_S) -> None:
         self.folder = folder
@@ -69,6 +71,7 @@ class JobsWorld:
         self.answers: dict[Ask, JobView] = {}
         self.lists: dict[Ask, tuple[JobView, ...]] = {}
         self.refusals: dict[Ask, PotluckError] = {}
+        self.said: deque[tuple[Ask, JobView | PotluckError]] = deque()
         self.running: dict[Seq, bytes] = {}
         self.notes: list[Note] = []
         self.wants_room = False
@@ -106,11 +109,13 @@ class JobsWorld:
             case AnswerJob(ask, view):
                 assert ask not in self.answers, f"{ask} is answered twice"
                 self.answers[ask] = view
+                self.said.append((ask, view))
             case AnswerJobs(ask, views):
                 self.lists[ask] = views
             case RefuseAsk(ask, error):
                 assert ask not in self.refusals, f"{ask} is refused twice"
                 self.refusals[ask] = error
+                self.said.append((ask, error))
             case Note():
                 self.notes.append(effect)
             case _:
