@@ -270,8 +270,6 @@ def _make(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600))
-        if path.stat().st_mode & 0o077:
-            path.chmod(0o600)
         if hasattr(os, "O_DIRECTORY"):  # the file's name must be on the disk, too
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -286,35 +284,56 @@ def _make(path: Path) -> None:
         ) from error
 
 
-def _set_up(path: Path, connection: sqlite3.Connection, fingerprint: str) -> None:
+def _set_up(path: Path, db: sqlite3.Connection, fingerprint: str) -> None:
+    """Takes the file as ours; one that is not is left as it is. Raises sqlite3.Error, JournalError."""
     # Exclusive before the first look at the file: then the log's index is in memory, and the lock is kept.
-    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-    connection.execute("PRAGMA secure_delete = ON")  # forgotten prompts are not left in free pages
-    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    db.execute("PRAGMA locking_mode = EXCLUSIVE")
+    is_new = _is_new(path, db, fingerprint)
+    _mine(path)
+    db.execute("PRAGMA secure_delete = ON")  # forgotten prompts are not left in free pages
+    mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode != "wal":
         raise _unusable(path, f"its file system does not take a write-ahead log ({mode})")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("BEGIN EXCLUSIVE")  # from here on nobody else gets in
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    schema = connection.execute("PRAGMA user_version").fetchone()[0]
-    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if application == 0 and schema == 0 and tables == 0:
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("BEGIN EXCLUSIVE")  # from here on nobody else gets in
+    if is_new:
         for statement in filter(str.strip, _SCHEMA.split(";")):
-            connection.execute(statement)
-        connection.execute("INSERT INTO facts VALUES ('fingerprint', ?)", (fingerprint,))
-        connection.execute(f"PRAGMA application_id = {APPLICATION}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA}")
-    elif application != APPLICATION:
+            db.execute(statement)
+        db.execute("INSERT INTO facts VALUES ('fingerprint', ?)", (fingerprint,))
+        db.execute(f"PRAGMA application_id = {APPLICATION}")
+        db.execute(f"PRAGMA user_version = {SCHEMA}")
+    db.execute("COMMIT")
+
+
+def _is_new(path: Path, db: sqlite3.Connection, fingerprint: str) -> bool:
+    """Whether there is nothing in the file yet. Raises JournalError if there is, and it is not ours."""
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    schema = db.execute("PRAGMA user_version").fetchone()[0]
+    if (
+        application == 0
+        and schema == 0
+        and db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    ):
+        return True
+    if application != APPLICATION:
         raise _unusable(path, "it is the database of another program")
-    elif schema != SCHEMA:
+    if schema != SCHEMA:
         raise _unusable(path, f"it was written by another version of Potluck (format {schema}, not {SCHEMA})")
-    connection.execute("COMMIT")
-    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
+    if db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
         raise _unusable(path, "it is damaged")
-    owner = connection.execute("SELECT value FROM facts WHERE name = 'fingerprint'").fetchone()
+    owner = db.execute("SELECT value FROM facts WHERE name = 'fingerprint'").fetchone()
     if owner is None or owner[0] != fingerprint:
         raise _unusable(path, "its jobs are another model's")
+    return False
+
+
+def _mine(path: Path) -> None:
+    """Nobody but the owner reads it. Raises JournalError."""
+    try:
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        raise _unusable(path, f"others can read it, and that can't be changed: {error.strerror}") from error
 
 
 def _unusable(path: Path, why: str) -> JournalError:

@@ -6,6 +6,7 @@ Operations keep their order, and so do their outcomes, which arrive on the event
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -48,7 +49,9 @@ class JournalThread:
         while open_:
             ops, open_ = self._batch()
             if ops:
-                self._loop.call_soon_threadsafe(self._deliver, self._perform(ops))
+                outcomes = self._perform(ops)
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is there to be told
+                    self._loop.call_soon_threadsafe(self._deliver, outcomes)
         self._journal.close()
 
     def _batch(self) -> tuple[list[JournalOp], bool]:

@@ -20,7 +20,7 @@ from potluck.broker.job_desk import JobDesk
 from potluck.broker.rest_body import decode, read_bytes, unsupported
 from potluck.broker.rest_chat import ChatBody
 from potluck.broker.rest_errors import error_object, json_response
-from potluck.broker.rest_openai import OpenAIBody, PromptDetails, UsageBody
+from potluck.broker.rest_openai import PromptDetails, UsageBody
 from potluck.broker.rest_text import CompletionBody
 from potluck.wire import limits
 from potluck.wire.errors import InvalidValueError, PotluckError
@@ -106,28 +106,29 @@ def add_job_routes(app: FastAPI, desk: JobDesk, new_id: Callable[[], str]) -> No
 
 def _body(raw: bytes) -> JobChatBody | JobCompletionBody:
     """Whichever of the two it is. Raises RequestError."""
-    fields: Any = {}
+    fields: dict[str, msgspec.Raw] = {}
     with suppress(msgspec.MsgspecError, RecursionError, UnicodeError):  # `decode` says better what is wrong
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    given = {name for name, value in fields.items() if bytes(value) != b"null"}
     body: JobChatBody | JobCompletionBody
-    if "messages" in fields:
+    if "messages" in given:
         body = decode(raw, JobChatBody)
     else:
         body = decode(raw, JobCompletionBody)
     body.refuse_unsupported()
-    if "messages" in fields and "prompt" in fields:
+    if {"messages", "prompt"} <= given:
         raise InvalidValueError("Give either messages or prompt.", param="prompt")
     _refuse_unkept(body)
     return body
 
 
-def _refuse_unkept(body: OpenAIBody) -> None:
+def _refuse_unkept(body: JobChatBody | JobCompletionBody) -> None:
     """Raises InvalidValueError for what would be missing from the answer that is kept."""
     if body.choices != 1:
         raise unsupported("n", "A job has one answer.")
     if body.stream:
         raise unsupported("stream", "A job's answer is fetched when it is there.")
-    if isinstance(body, ChatBody | CompletionBody) and body.logprobs not in (None, False):
+    if body.logprobs is not None and body.logprobs is not False:
         raise unsupported("logprobs", "A job keeps the text of its answer.")
 
 

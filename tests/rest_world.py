@@ -118,7 +118,9 @@ class Core:
 class Call:
     """One HTTP request made by hand, so that a test sees every single send and can hang up."""
 
-    def __init__(self, app: FastAPI, path: str, body: object, *, method: str = "POST") -> None:
+    def __init__(
+        self, app: FastAPI, path: str, body: object, *, method: str = "POST", query: bytes = b""
+    ) -> None:
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._inbox.put_nowait(
@@ -127,7 +129,7 @@ class Call:
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
             "method": method, "headers": [], "scheme": "http", "path": path, "raw_path": path.encode(),
-            "query_string": b"", "server": ("house", 80), "client": ("127.0.0.1", 1), "root_path": "",
+            "query_string": query, "server": ("house", 80), "client": ("127.0.0.1", 1), "root_path": "",
         }  # fmt: skip
         self.breaks_at = ""
         self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
