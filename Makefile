@@ -9,7 +9,7 @@ BIN = .venv/bin
 RUFF = $(BIN)/ruff
 PYTEST = $(BIN)/pytest
 
-.PHONY: help demo test check bench recovery sim-long bootstrap lint format types clean
+.PHONY: help demo test check bench recovery sim-long kill-broker bootstrap lint format types clean
 
 help:
 	@echo 'make demo     set up, then run a small cluster on this machine and talk to it'
@@ -18,6 +18,7 @@ help:
 	@echo 'make sim-long put whole clusters on virtual time through 100,000 random steps and faults'
 	@echo 'make bench    measure tokens per second over two stages, each on its own core'
 	@echo 'make recovery kill stages under load a hundred times and count lost tokens (about 10 minutes)'
+	@echo 'make kill-broker   kill the broker 20 times under load and look for lost jobs'
 	@echo 'make format   let ruff format the code and sort its imports'
 	@echo 'make clean    remove .venv and what builds leave behind (the compiled llama.cpp stays in the cache)'
 	@echo
@@ -31,6 +32,9 @@ bench: bootstrap
 
 recovery: bootstrap
 	@$(BIN)/potluck bench recovery
+
+kill-broker: bootstrap
+	@KILLS=20 $(PYTEST) tests/acceptance/test_killed_broker.py
 
 test: bootstrap
 	@$(MAKE) --no-print-directory lint types

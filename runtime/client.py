@@ -63,6 +63,8 @@ from potluck.wire.sampling import Sampling
 
 ASK_S = 5.0
 """After this long without news of a request the broker is asked whether it is still there."""
+AGAIN_S = 2.0
+"""A question about jobs is asked again after this long without an answer."""
 _Question: TypeAlias = SubmitJob | JobQuery | JobsQuery | ForgetJob
 _Heard: TypeAlias = Accepted | Delta | Finished | Rejected | Refused
 
@@ -219,7 +221,9 @@ class Client:
         end_s = self._loop.time() + wait_s
         while True:
             left_s = min(ASK_S, max(0.0, end_s - self._loop.time()))
-            view = await self._ask_job(partial(_job_query, key=key, wait_s=left_s), left_s + self.timeout_s)
+            view = await self._ask_job(
+                partial(_job_query, key=key, wait_s=left_s), left_s + self.timeout_s, again_s=left_s + AGAIN_S
+            )
             if view.ended_s is not None or view.state == "cancelled" or self._loop.time() >= end_s:
                 return view
 
@@ -233,13 +237,16 @@ class Client:
         """Cancels a job if it has not ended, and forgets it. Raises UnknownJobError, NoBrokerError."""
         return await self._ask_job(lambda name: ForgetJob(name, key), self.timeout_s)
 
-    async def _ask_job(self, question: Callable[[str], _Question], timeout_s: float) -> JobView:
-        found = await self._ask_jobs(question, timeout_s)
+    async def _ask_job(
+        self, question: Callable[[str], _Question], timeout_s: float, again_s: float = AGAIN_S
+    ) -> JobView:
+        found = await self._ask_jobs(question, timeout_s, again_s)
         assert isinstance(found, JobView)
         return msgspec.structs.replace(found, question="")
 
-    async def _ask_jobs(self, question: Callable[[str], _Question], timeout_s: float) -> JobView | JobsView:
-        again_s = 2 * ASK_S  # more than a broker that is there waits for a job's end
+    async def _ask_jobs(
+        self, question: Callable[[str], _Question], timeout_s: float, again_s: float = AGAIN_S
+    ) -> JobView | JobsView:
         return await self._questions.ask(
             lambda name: _frames(question(name)), again_s=again_s, timeout_s=timeout_s
         )

@@ -62,7 +62,7 @@ class _Socket:
         socket.setsockopt(zmq.RCVHWM, queue)
         socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         _end_half_open(socket)
         self.socket = socket
         self._arrived: deque[list[zmq.Frame]] = deque()
