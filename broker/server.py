@@ -65,7 +65,7 @@ from potluck.broker.machine import BrokerMachine
 from potluck.broker.planning import choose
 from potluck.broker.planning_view import plan_view
 from potluck.broker.requests import check_request
-from potluck.broker.view import snapshot
+from potluck.broker.view import room, snapshot
 from potluck.runtime.address import seen_from
 from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.loop import in_thread
@@ -276,8 +276,7 @@ class BrokerServer:
         check_request(event, self.machine.config, self.machine.core.vocabulary.size)
 
     def _room(self) -> tuple[int, int]:
-        slots = [owner for chain in self.machine.state.chains.values() if chain.open for owner in chain.slots]
-        return slots.count(None), len(slots)
+        return room(self.machine.state)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
