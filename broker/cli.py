@@ -20,6 +20,7 @@ from pathlib import Path
 
 import click
 import uvicorn
+from click.core import ParameterSource
 
 from potluck.broker.config import BrokerConfig
 from potluck.broker.journal import Journal, default_path
@@ -241,7 +242,8 @@ def main(
         known_as=(name or platform.node() or "broker") if discovery else None,
         network_interface=network_interface,
     )
-    if no_journal and journal is not None:
+    said = [click.get_current_context().get_parameter_source(flag) for flag in ("journal", "no_journal")]
+    if no_journal and journal is not None and said == [ParameterSource.COMMANDLINE] * 2:
         raise SettingsError("--journal and --no-journal exclude each other.", hint="Give one of them.")
     file = None if no_journal else journal or default_path(facts.fingerprint)
     keeping = Keeping(file, jobs_keep_hours * 3600.0)

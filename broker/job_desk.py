@@ -52,6 +52,7 @@ from potluck.broker.jobs import Jobs
 from potluck.broker.journal import Journal, decode_request, digest_of, encode_request
 from potluck.broker.journal_thread import JournalThread
 from potluck.runtime.clockwork import Clockwork
+from potluck.wire import limits
 from potluck.wire.errors import ClosingError, JobsOffError, Phase, PotluckError
 from potluck.wire.messages import JobView, Submit
 
@@ -118,7 +119,9 @@ class JobDesk:
         """
         self._must_be_on()
         digest = digest_of(submit)
-        settled = self._gateway.settled(msgspec.structs.replace(submit, request="job"))
+        # The broker's own time for requests is for those that somebody waits for.
+        timeout_s = limits.TIMEOUT_S if submit.timeout_s is None else submit.timeout_s
+        settled = self._gateway.settled(msgspec.structs.replace(submit, request="job", timeout_s=timeout_s))
         self._check(submitted(settled, "job"))
         job = NewJob(key, digest, time.time(), self._gateway.model, encode_request(settled))
         return await self._ask_one(partial(JobSubmitted, job=job))

@@ -91,6 +91,14 @@ class Security(_Section, frozen=True):
     api_keys_file: str | None = None
 
 
+class JobSettings(_Section, frozen=True):
+    """Requests that survive the broker."""
+
+    enabled: bool = True
+    journal: str | None = None
+    keep_hours: Annotated[float, Meta(ge=0, le=87_600)] | None = None
+
+
 class Logging(_Section, frozen=True):
     """Where the log goes."""
 
@@ -111,6 +119,7 @@ class Settings(_Section, frozen=True):
     compute: Compute = Compute()
     health: Health = Health()
     requests: Requests = Requests()
+    jobs: JobSettings = JobSettings()
     security: Security = Security()
     logging: Logging = Logging()
 
@@ -181,6 +190,9 @@ def defaults_for(settings: Settings) -> dict[str, Any]:
         "drain_timeout": settings.health.drain_timeout_seconds,
         "request_timeout": settings.requests.timeout_seconds,
         "reserve": list(settings.health.standby) or None,
+        "no_journal": None if settings.jobs.enabled else True,
+        "journal": settings.jobs.journal,
+        "jobs_keep_hours": settings.jobs.keep_hours,
         "log_level": settings.logging.level,
         "log_file": settings.logging.file,
         "log_max_size_mb": settings.logging.max_size_mb if settings.logging.file else None,

@@ -21,6 +21,7 @@ from potluck.broker.gateway import Gateway
 from potluck.broker.job_desk import JobDesk
 from potluck.broker.journal import Journal
 from potluck.broker.rest import make_app
+from potluck.wire import limits
 from potluck.wire.errors import InvalidValueError, StageError, UnavailableError
 from potluck.wire.ids import RequestId
 from rest_world import HELLO, MODEL, Call, Core, Words, error
@@ -288,6 +289,17 @@ async def test_jobs_go_on_after_a_restart_with_the_same_seed_and_prompt(world: W
         before.max_tokens,
     )
     assert before.sampling.seed >= 1000
+
+
+@in_world
+async def test_the_time_that_the_broker_gives_to_requests_is_not_for_jobs(world: World) -> None:
+    world.core.holds = True
+    await world.submit("mine")
+    world.core.finish(await world.running())
+    assert world.core.last.timeout_s == limits.TIMEOUT_S
+    await world.submit("hasty", timeout_s=5)
+    world.core.finish(await world.running())
+    assert world.core.last.timeout_s == 5
 
 
 @in_world
