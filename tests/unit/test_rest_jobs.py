@@ -279,7 +279,7 @@ async def test_jobs_go_on_after_a_restart_with_the_same_seed_and_prompt(world: W
     while not world.desk.core.state.waiters:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     async with world.restarted():
-        assert error(await waiting, 503)["code"] == "unavailable"
+        assert error(await waiting, 503)["code"] == "closing"
     found = (await world.job("mine", wait=10)).json()
     assert (found["status"], found["text"]) == ("finished", "Good day!")
     again = world.core.last
