@@ -20,6 +20,8 @@ LEAST_TOKENS = 8
 """A slot with fewer new tokens is not copied: they are computed again as fast."""
 PAUSE = 9.0
 """The pause after a copy, in times of what it took: at most a tenth of the lane and of the link is used."""
+FIRST_PAUSE = 1.0
+"""The same while a sequence has no copy at all yet: its loss would cost the most."""
 LEAST_PAUSE_S = 0.01
 
 
@@ -36,6 +38,8 @@ class Mirroring:
         """Whether the copy of that number is being taken or sent."""
         self._took_s = 0.0
         self._resume_s = float("-inf")
+        self._copied: set[int] = set()
+        """Slots of which the mirrors have a copy of what they hold now."""
         self._is_due = False
         """Whether some slot may have enough new tokens."""
         self._too_many = float("inf")
@@ -47,6 +51,7 @@ class Mirroring:
         if wanted is None or event.epoch != wanted.epoch or event.message.endpoints == self.mirrors:
             return
         self.mirrors, self._under_way = event.message.endpoints, False
+        self._copied.clear()
         self._story.tell(
             now, f"epoch {wanted.epoch}", event.cause, f"copies go to {len(self.mirrors)} mirrors"
         )
@@ -58,6 +63,7 @@ class Mirroring:
     def end(self) -> None:
         """The epoch is over, and with it the ways to its mirrors."""
         self.mirrors, self._under_way, self._is_due = (), False, False
+        self._copied.clear()
         self._too_many = float("inf")
 
     def computed(self, event: BatchComputed, now: float) -> Iterator[Effect]:
@@ -65,6 +71,7 @@ class Mirroring:
         wanted = self._state.wanted
         if wanted is not None and event.job.epoch == wanted.epoch:
             note(wanted, event.job.message)
+            self._copied.difference_update(s.slot for s in event.job.message.spans if s.position == 0)
             self._is_due = True
             yield from self.step(now)
 
@@ -82,13 +89,13 @@ class Mirroring:
             yield TakeCopy(self._number, wanted.slice, slot)
 
     def _next(self, wanted: Assignment) -> int | None:
-        """The slot with the most new tokens; the lowest of several."""
+        """Those without a copy first, then the slot with the most new tokens; the lowest of several."""
         able = [
-            (-fresh, slot)
+            (slot in self._copied, -fresh, slot)
             for slot, fresh in wanted.fresh.items()
             if fresh >= LEAST_TOKENS and wanted.held[slot] < self._too_many
         ]
-        return min(able)[1] if able else None
+        return min(able)[2] if able else None
 
     def taken(self, event: CopyTaken | CopyNotTaken, now: float) -> Iterator[Effect]:
         """The compute lane is done with a copy: it goes out, if it is still wanted."""
@@ -105,6 +112,7 @@ class Mirroring:
             case CopyTaken(message=message, arrays=arrays):
                 self._took_s = event.took_s
                 wanted.fresh[message.slot] = 0
+                self._copied.add(message.slot)
                 self._is_due = True
                 if any(memoryview(array).nbytes > limits.ARRAY_BYTES for array in arrays):
                     self._too_many = min(self._too_many, message.tokens)
@@ -131,7 +139,11 @@ class Mirroring:
 
     def _pause(self, now: float) -> None:
         self._under_way = False
-        self._resume_s = now + max(LEAST_PAUSE_S, PAUSE * self._took_s)
+        wanted = self._state.wanted
+        waiting = wanted is not None and any(
+            fresh >= LEAST_TOKENS and slot not in self._copied for slot, fresh in wanted.fresh.items()
+        )
+        self._resume_s = now + max(LEAST_PAUSE_S, (FIRST_PAUSE if waiting else PAUSE) * self._took_s)
 
     def lost(self, event: MirrorLost, now: float) -> Iterator[Effect]:
         """A mirror took nothing: the others go on."""

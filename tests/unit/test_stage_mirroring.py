@@ -36,7 +36,7 @@ from potluck.stage.events import (
     Released,
 )
 from potluck.stage.machine import StageStatus
-from potluck.stage.mirroring import LEAST_PAUSE_S, LEAST_TOKENS, PAUSE, note
+from potluck.stage.mirroring import FIRST_PAUSE, LEAST_PAUSE_S, LEAST_TOKENS, PAUSE, note
 from potluck.stage.state import Assignment
 from potluck.wire import limits
 from potluck.wire.errors import EngineError
@@ -153,13 +153,26 @@ def test_a_copy_goes_out_with_the_epoch_and_a_pause_of_nine_times_its_time_follo
     (send,) = stage.taken(take, 9, took_s=0.01)
     assert isinstance(send, SendCopy)
     assert (send.number, send.epoch, send.message) == (take.number, 1, SlotCopy(SLICE, 0, 9, 1))
-    assert stage.compute(prompt_batch(1, 12, slot=1)) == []
+    assert stage.compute(prompt_batch(1, 12, position=9)) == []
     stage.now = 0.2
     assert stage.sent(take.number, took_s=0.03) == []
     due = stage.machine.next_deadline()
     assert due == pytest.approx(0.2 + PAUSE * 0.04)
-    assert taking(stage.wait()).slot == 1
+    assert taking(stage.wait()).slot == 0
     assert stage.now == due
+
+
+def test_sequences_without_any_copy_are_copied_first_and_with_short_pauses() -> None:
+    stage = Stage()
+    stage.mirror(HERE)
+    take = taking(stage.compute(prompt_batch(0, 9)))
+    stage.taken(take, 9, took_s=0.01)
+    stage.compute(prompt_batch(1, 14, position=9))
+    stage.compute(prompt_batch(2, 12, slot=1))
+    stage.now = 0.2
+    assert stage.sent(take.number, took_s=0.03) == []
+    assert stage.machine.next_deadline() == pytest.approx(0.2 + FIRST_PAUSE * 0.04)
+    assert taking(stage.wait()).slot == 1
 
 
 def test_the_least_pause_is_kept_after_copies_that_took_no_time() -> None:
