@@ -16,7 +16,7 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -244,6 +244,20 @@ def _may_stay(path: Path) -> bool:
     return path.suffix in (".log", ".gguf", ".sqlite3", ".json", ".lock")
 
 
+@contextlib.contextmanager
+def _cache(folder: Path) -> Iterator[None]:
+    """Slices are written there, and nowhere else."""
+    before = os.environ.get("POTLUCK_CACHE_DIR")
+    os.environ["POTLUCK_CACHE_DIR"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["POTLUCK_CACHE_DIR"]
+        else:
+            os.environ["POTLUCK_CACHE_DIR"] = before
+
+
 @contextlib.asynccontextmanager
 async def _folder(logs: Path | None) -> AsyncIterator[Path]:
     if logs is not None:
@@ -257,20 +271,25 @@ async def run_soak(soak: Soak, tell: Callable[[str], None], logs: Path | None = 
     """The whole soak. Raises PotluckError if the cluster does not come up, or does not come to rest."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     async with _folder(logs) as folder:
-        cache = folder / "cache"
-        os.environ["POTLUCK_CACHE_DIR"] = str(cache)  # slices are written there, and nowhere else
-        cluster = LocalCluster(soak.model, folder)
-        work = _Run(soak, cluster, tell)
-        ports: list[int] = []
-        try:
-            await work.run()
-        finally:
-            if cluster.broker is not None and cluster.broker.alive:
-                listening = psutil.Process(cluster.broker.process.pid).net_connections("tcp")
-                ports = [made.laddr.port for made in listening if made.status == psutil.CONN_LISTEN]
-            await cluster.stop()
+        with _cache(folder):
+            cluster = LocalCluster(soak.model, folder)
+            work = _Run(soak, cluster, tell)
+            ports: list[int] = []
+            try:
+                await work.run()
+            finally:
+                ports = _listening(cluster)
+                await cluster.stop()
         work.check_left(ports, before)
         return work.report
+
+
+def _listening(cluster: LocalCluster) -> list[int]:
+    """The broker's ports."""
+    if cluster.broker is None or not cluster.broker.alive:
+        return []
+    made = psutil.Process(cluster.broker.process.pid).net_connections("tcp")
+    return [one.laddr.port for one in made if one.status == psutil.CONN_LISTEN]
 
 
 @click.command(cls=Command, context_settings={"show_default": True})
