@@ -9,12 +9,13 @@ BIN = .venv/bin
 RUFF = $(BIN)/ruff
 PYTEST = $(BIN)/pytest
 
-.PHONY: help demo test check bench recovery sim-long kill-broker bootstrap lint format types clean
+.PHONY: help demo test check bench recovery sim-long kill-broker soak bootstrap lint format types clean
 
 help:
 	@echo 'make demo     set up, then run a small cluster on this machine and talk to it'
 	@echo 'make test     set up, then run everything: lint, types and all tests'
 	@echo 'make check    lint, types, and the tests that need neither network nor model (under 2 minutes)'
+	@echo 'make soak     serve 2,000 short requests while devices come and go, and see what the processes hold'
 	@echo 'make sim-long put whole clusters on virtual time through 100,000 random steps and faults'
 	@echo 'make bench    measure tokens per second over two stages, each on its own core'
 	@echo 'make recovery kill stages under load a hundred times and count lost tokens (about 10 minutes)'
@@ -43,6 +44,10 @@ test: bootstrap
 check: bootstrap
 	@$(MAKE) --no-print-directory lint types
 	@$(PYTEST) --hypothesis-profile=quick $(wildcard tests/unit tests/sim)
+
+SOAK =
+soak: bootstrap
+	@$(BIN)/python -P -m potluck.tools.soak $(SOAK)
 
 SIM_STEPS = 100000
 sim-long: bootstrap

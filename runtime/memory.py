@@ -108,10 +108,9 @@ class MemoryNetwork:
         if not copies:
             self.lost += 1
         frozen = _freeze(frames)
-        way = self._lane(source, target, lane)
         for delay in copies:
             self.delivered += 1
-            way.send(delay, partial(arrive, list(frozen)))
+            self._lane(source, target, lane).send(delay, partial(arrive, list(frozen)))
         return len(copies)
 
     def sever(self, one: str, other: str) -> None:
@@ -123,7 +122,8 @@ class MemoryNetwork:
             client, server = dealer.transport.name, router.transport.name
             if {client, server} == {one, other}:
                 for way in ((client, server, dealer.lane), (server, client, router.lane(dealer.identity))):
-                    self._lane(*way).drop()
+                    if way in self._lanes:
+                        self._lanes[way].drop()
                 router.ended(dealer)
                 dealer.links.put(False)
                 dealer.links.put(True)
@@ -135,14 +135,20 @@ class MemoryNetwork:
 
     def _lane(self, *way: str) -> _Lane:
         source, target, lane = way
-        return self._lanes.setdefault((source, target, lane), _Lane(self._context))
+        found = self._lanes.get((source, target, lane))
+        if found is None:
+            found = _Lane(self._context, partial(self._lanes.pop, (source, target, lane)))
+            self._lanes[source, target, lane] = found
+        return found
 
 
 class _Lane:
     """What is on its way from one sender to one receiver: nothing overtakes, whatever the delays."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, empty: Callable[[], object]) -> None:
+        """`empty` is called when nothing is on its way any more; the lane is then of no more use."""
         self._context = context
+        self._empty = empty
         self._coming: deque[Callable[[], None]] = deque()
         self._last_s = 0.0
 
@@ -158,7 +164,10 @@ class _Lane:
         self._coming = deque([_nothing] * len(self._coming))
 
     def _deliver(self) -> None:
-        self._coming.popleft()()
+        arrive = self._coming.popleft()
+        if not self._coming:
+            self._empty()
+        arrive()
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from fastapi import FastAPI
 
@@ -115,7 +116,7 @@ class House:
         self._starting: set[asyncio.Task[None]] = set()
         self._runs: dict[str, asyncio.Task[int]] = {}
         self._clients: list[Client] = []
-        self._engines: dict[str, list[FakeEngine]] = {}
+        self._engines: dict[str, WeakSet[FakeEngine]] = {}
         self._troubles: dict[str, Troubles] = {}
         self._stirred = asyncio.Event()
         self._starts = itertools.count(1)
@@ -214,7 +215,7 @@ class House:
 
     def _engine(self, name: str, cost: Cost) -> FakeEngine:
         engine = TroubledEngine(self.troubles(name), cost.token_layer_s, cost.batch_s)
-        self._engines.setdefault(name, []).append(engine)
+        self._engines.setdefault(name, WeakSet()).add(engine)
         return engine
 
     def troubles(self, name: str) -> Troubles:
