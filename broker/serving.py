@@ -129,6 +129,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         if request is None or event.batch < request.born:
             continue  # cancelled while the micro-batch was on its way
         core.state.tokens_out += 1
+        request.failures = 0  # it went on, so what broke before was not its fault
         effects, last_token = requests.take_token(request, token, logprobs, core.vocabulary, core.now)
         yield from effects
         if last_token:

@@ -171,7 +171,7 @@ class Request:
     replaying: bool = False
     """Whether its tokens are computed again, and the next one has not come yet."""
     failures: int = 0
-    """How often a micro-batch with this request broke."""
+    """How often a micro-batch with this request broke since its last token."""
 
     def sit(self, chain: ChainId, slot: SlotId, held: int, next_batch: int) -> None:
         """Gets a slot, of which the chain holds its first `held` tokens already."""

@@ -66,7 +66,8 @@ def read(pid: int) -> Reading:
     process = psutil.Process(pid)
     with process.oneshot():
         rss = process.memory_info().rss
-        handles = process.num_fds() if hasattr(process, "num_fds") else process.num_handles()
+        count = getattr(process, "num_fds", None) or process.num_handles  # type: ignore[attr-defined]
+        handles = int(count())
         return Reading(pid, rss, _own_bytes(pid, rss), handles, process.num_threads())
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -140,7 +140,7 @@ class Person:
             await self.close()  # in the middle of an answer
         return "left"
 
-    async def _events(self, question: Question) -> AsyncIterator[Accepted | Delta | Finished]:
+    async def _events(self, question: Question) -> AsyncGenerator[Accepted | Delta | Finished]:
         """A stream that was accepted."""
         while True:
             client = await self._connected()
@@ -193,7 +193,7 @@ class Person:
             await anext(events)
         return "left"
 
-    async def _rest_events(self, question: Question) -> AsyncIterator[str]:
+    async def _rest_events(self, question: Question) -> AsyncGenerator[str]:
         """The data lines of a stream that was accepted."""
         body = {
             "prompt": question.prompt,

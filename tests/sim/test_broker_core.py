@@ -381,6 +381,22 @@ def test_one_request_that_breaks_its_batches_does_not_cost_a_stage() -> None:
     assert {stage.status for stage in world.core.state.stages.values()} == {StageStatus.READY}
 
 
+def test_a_request_that_goes_on_between_breaks_is_to_blame_for_none_of_them() -> None:
+    world = CoreWorld()
+    _, b = world.start("a", "b")
+    request = ask(world, "long", limit=12)
+    for tokens in range(1, 7):
+        while len(world.tokens[request]) < tokens:
+            if not world.load_one():
+                assert any(world.move_one(chain) for chain in world.chains)
+        (chain,) = world.core.state.chains.values()
+        error = EngineError("A hiccup.", stage=b)
+        world.feed(BatchBroke(cause="b", epoch=chain.epoch, batch=next(iter(chain.in_flight)), error=error))
+    world.settle()
+    ends_well(world, request)
+    assert tuple(world.tokens[request]) == continuation((1, 2, 3), 12)
+
+
 def test_stage_on_which_everybody_s_batches_break_is_left_out() -> None:
     world = CoreWorld(BrokerConfig(settle_s=0.0, slots=1))
     _, b = world.start("a", "b")
