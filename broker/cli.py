@@ -226,6 +226,7 @@ def main(
         measure=plan == "measured",
         standby=standby == "auto",
         reserve=reserve,
+        by_hand=bool(layers),
         replay_tokens=rows_of_one_kernel(facts),
     )
     planner: Planner

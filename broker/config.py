@@ -36,6 +36,8 @@ class BrokerConfig:
     """A micro-batch may take this many times what the slowest so far took per token."""
     replay_tokens: int = 7
     """Answered tokens that are computed again in one chunk: below the sizes from which kernels sum in another order."""
+    by_hand: bool = False
+    """Whether the owner has said who holds which layers: then nobody takes over those of another."""
     standby: bool = True
     """Whether stages keep further slices loaded, to take over at once when another one is lost."""
     reserve: tuple[str, ...] = ()

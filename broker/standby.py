@@ -41,7 +41,8 @@ def _cover(core: Core, chain: Chain, lost: Stage, lists: dict[StageId, list[Slic
         elsewhere = [other for other in core.state.chains.values() if other.open and other is not chain]
         if elsewhere:
             return f"If {lost.device} is lost, its requests go on on the other chains."
-        return f"If {lost.device} is lost, nothing can serve: nobody else has room for its layers."
+        why = "its layers are given by hand" if core.config.by_hand else "nobody else has room for its layers"
+        return f"If {lost.device} is lost, nothing can serve: {why}."
     loaders: list[str] = []
     layers = [(place.stage, holding.slice_of(core, place)) for place in after.stages]
     fresh = [(core.state.stages[name], slice_) for name, slice_ in layers if not _serves(core, name, slice_)]

@@ -22,6 +22,7 @@ from potluck.broker.events import (
 )
 from potluck.broker.view import snapshot
 from potluck.planner.even import plan_even
+from potluck.planner.manual import ManualPlanner
 from potluck.planner.plan import NO_NETWORK, Candidate, ModelShape, Network, Plan
 from potluck.wire.errors import EngineError, OutOfMemoryError, UnavailableError
 from potluck.wire.ids import ChainId, DeviceName, StageId
@@ -106,6 +107,24 @@ def test_what_is_kept_for_the_next_loss_is_loaded_only_after_streams_have_gone_o
         run(world, 1)
     world.wait(2.0)
     assert world.prepares
+
+
+def test_layers_given_by_hand_are_taken_over_by_nobody() -> None:
+    config = BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, by_hand=True)
+    planner = ManualPlanner({"a": (0, 5), "b": (6, 11)}, config.demand)
+    world = CoreWorld(config, planner=planner)
+    a, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    assert not world.prepares
+    request = ask(world, "r", PROMPT, limit=9)
+    run(world, 3)
+    world.lose(b)
+    ready(world)
+    assert (layers(world, a), layers(world, spare)) == (None, None)
+    world.join("b", start=2)
+    ready(world)
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation(PROMPT, 9)
 
 
 def test_spare_that_joins_later_is_told_to_hold_what_neighbours_held_before() -> None:
