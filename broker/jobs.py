@@ -160,7 +160,7 @@ class JobsState:
     fetch_due_s: float | None = None
     """When to fetch again after that failed."""
     room_due_s: float | None = None
-    """When to look for room again after a job could not be started."""
+    """When to look for room again; None while no job is at hand."""
     purge_due_s: float = 0.0
     purging: bool = False
     storing_bytes: int = 0
@@ -238,7 +238,7 @@ class Jobs:
                 self.state.purging, self.state.purge_due_s = False, now + PURGE_EVERY_S
                 return iter([Note("warning", f"Old jobs can't be erased. {error}")])
             case RoomSeen(free, slots):
-                return self._start(free, slots)
+                return self._start(free, slots, now)
             case RunEnded(seq, end):
                 return self._ended(seq, end)
             case RunFailed():
@@ -353,17 +353,18 @@ class Jobs:
         if event.jobs:
             yield LookForRoom()
 
-    def _start(self, free: int, slots: int) -> Iterator[JobEffect]:
-        """The oldest jobs first."""
+    def _start(self, free: int, slots: int, now: float) -> Iterator[JobEffect]:
+        """The oldest jobs first. While some are left, room is looked for also if nobody says that there may be some."""
         state = self.state
-        if state.count(Step.ENDING) >= ENDING_MOST:
-            return
         room = min(free, max(1, slots - LEFT_FREE) - state.count(Step.RUNNING))
+        if state.count(Step.ENDING) >= ENDING_MOST:
+            room = 0
         waiting = sorted(seq for seq, held in state.held.items() if held.step is Step.AT_HAND)
         for seq in waiting[: max(0, room)]:
             held = state.held[seq]
             self._move(seq, held, Step.RUNNING)
             yield StartRun(seq, held.job.request)
+        state.room_due_s = now + RETRY_S if state.count(Step.AT_HAND) else None
 
     def _ended(self, seq: Seq, end: JobEnd) -> Iterator[JobEffect]:
         held = self.state.held.get(seq)

@@ -49,7 +49,7 @@ from potluck.broker.job_events import (
     StoreEnd,
     StoreJob,
 )
-from potluck.wire.errors import JournalBusyError, JournalError, Phase
+from potluck.wire.errors import JournalBusyError, JournalError, Phase, RequestError
 from potluck.wire.messages import ErrorInfo, JobView, Submit, Timings, Usage
 
 APPLICATION = 0x504C4A31
@@ -107,12 +107,13 @@ def encode_request(submit: Submit) -> bytes:
 
 
 def decode_request(raw: bytes) -> Submit:
-    """The request again. Raises JournalError if these bytes are none."""
+    """The request again. Raises RequestError if these bytes are none that this version of Potluck can read."""
     try:
         return msgspec.msgpack.decode(raw, type=Submit)
     except msgspec.DecodeError as error:
-        raise JournalError(
-            f"A job in the journal can't be read: {error}.", hint="Forget this job."
+        raise RequestError(
+            f"What the journal has of this job can't be read: {error}.",
+            hint="Hand it in anew under another key.",
         ) from error
 
 
@@ -405,14 +406,12 @@ def _new(job: NewJob) -> JobView:
 def _view(
     row: tuple[int, str, str, float, float | None, str, bytes | None, str | None],
 ) -> tuple[Seq, JobView]:
-    """A row of the columns _VIEW and the text. Raises JournalError."""
+    """A row of the columns _VIEW and the text."""
     seq, key, state, created_s, ended_s, model, raw, text = row
     try:
         outcome = Outcome() if raw is None else msgspec.msgpack.decode(raw, type=Outcome)
-    except msgspec.DecodeError as error:
-        raise JournalError(
-            f"The end of job {key} can't be read: {error}.", hint="Forget this job."
-        ) from error
+    except msgspec.DecodeError:  # another version's: the text and how it ended are in columns of their own
+        outcome = Outcome()
     return Seq(seq), JobView(
         key, state, created_s, ended_s, model, text or "", outcome.reason, outcome.usage, outcome.timings, outcome.error
     )  # fmt: skip

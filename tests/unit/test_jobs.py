@@ -11,6 +11,9 @@ from jobs_world import AT_S, DAY_S, JobsWorld, new_job
 from potluck.broker import jobs
 from potluck.broker.job_events import AskerLeft, JobAsked, JobSubmitted, RunFailed, Seq, StoreEnd, StoreJob
 from potluck.broker.jobs import AT_HAND_MOST, MOVES, Step
+from potluck.broker.state import BrokerState, Chain, Closing
+from potluck.broker.view import room
+from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import (
     ContextExceededError,
     InvalidValueError,
@@ -21,6 +24,7 @@ from potluck.wire.errors import (
     UnavailableError,
     UnknownJobError,
 )
+from potluck.wire.ids import ChainId, DeviceName, Epoch, RequestId, StageId
 from potluck.wire.messages import JobView
 
 
@@ -142,6 +146,34 @@ def test_a_job_that_no_chain_could_serve_waits_and_runs_again(world: JobsWorld) 
     assert world.wants_room
     world.room(1)
     assert world.running == {Seq(1): request}
+
+
+def test_room_is_looked_for_while_jobs_are_at_hand_also_if_nobody_speaks_of_any(world: JobsWorld) -> None:
+    world.submit("a")
+    world.room(0)
+    for _ in range(3):
+        world.wants_room = False
+        world.pass_time(jobs.RETRY_S)
+        assert world.wants_room
+        world.room(0)
+    world.room(1)
+    assert len(world.running) == 1
+    world.wants_room = False
+    world.pass_time(jobs.RETRY_S)
+    assert not world.wants_room
+
+
+def test_slots_of_a_chain_that_takes_nothing_more_are_no_room() -> None:
+    plan = ChainPlan((StagePlan(StageId("s"), DeviceName("d"), 0, 2),), 2)
+    chain = Chain(ChainId(0), Epoch(1), plan, [None, RequestId("r"), None])
+    state = BrokerState(chains={chain.chain: chain})
+    assert room(state) == (0, 0)
+    chain.open = True
+    assert room(state) == (2, 3)
+    chain.closing = True
+    assert room(state) == (0, 0)
+    chain.closing, state.closing = False, Closing(1.0)
+    assert room(state) == (0, 0)
 
 
 def test_a_job_that_is_itself_at_fault_fails_for_good(world: JobsWorld) -> None:

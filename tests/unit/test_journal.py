@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 import stat
@@ -37,7 +38,7 @@ from potluck.broker.journal import (
     digest_of,
     encode_request,
 )
-from potluck.wire.errors import JournalBusyError, JournalError
+from potluck.wire.errors import JournalBusyError, JournalError, RequestError
 from potluck.wire.messages import ChatMessage, ErrorInfo, Submit, Timings, Usage
 from potluck.wire.sampling import Sampling
 
@@ -284,9 +285,20 @@ def test_a_request_comes_back_as_it_was() -> None:
     assert decode_request(encode_request(submit)) == submit
 
 
-def test_a_request_that_is_damaged_is_a_journal_error() -> None:
-    with pytest.raises(JournalError):
-        decode_request(b"\xff\x00")
+def test_a_request_that_can_not_be_read_is_the_job_s_own_fault() -> None:
+    for raw in (b"\xff\x00", b"", b"\x81\xa5other\x01"):
+        with pytest.raises(RequestError, match="can't be read"):
+            decode_request(raw)
+
+
+def test_an_end_that_another_version_wrote_still_has_its_text(path: Path) -> None:
+    journal = Journal.open(path, FINGERPRINT)
+    journal.perform([StoreJob(ASK, new_job("a")), StoreEnd(Seq(1), JobEnd(AT_S, "An answer.", "stop"))])
+    journal._db.execute("UPDATE jobs SET outcome = ?", (b"\xff\x00",))
+    found = journal.perform([LookUp(ASK, "a")])[0]
+    assert isinstance(found, JobSeen)
+    assert (found.view.state, found.view.text, found.view.reason) == ("finished", "An answer.", "")
+    journal.close()
 
 
 def test_requests_are_the_same_whatever_their_name_and_differ_by_what_they_ask_for() -> None:
@@ -294,3 +306,50 @@ def test_requests_are_the_same_whatever_their_name_and_differ_by_what_they_ask_f
     assert digest_of(one) == digest_of(Submit("two", messages=(ChatMessage("user", "Hello"),), max_tokens=4))
     assert digest_of(one) != digest_of(Submit("one", messages=(ChatMessage("user", "Hello"),), max_tokens=5))
     assert digest_of(one) != digest_of(Submit("one", prompt="Hello", max_tokens=4))
+
+
+# ---- a disk that is really full
+
+FULL_DISK = """
+import json, pathlib, subprocess, sys
+sys.path.insert(0, sys.argv[2])
+from jobs_world import AT_S, FINGERPRINT, new_job
+from potluck.broker.job_events import Ask, JobEnd, JobNotStored, JobStored, Seq, StoreEnd, StoreJob
+from potluck.broker.journal import Journal
+
+folder = pathlib.Path(sys.argv[1])
+journal = Journal.open(folder / "jobs.sqlite3", FINGERPRINT)
+
+def store(n):
+    return journal.perform([StoreJob(Ask(n), new_job(f"job-{n}", "x" * 3_000))])[0]
+
+said = []
+while isinstance(outcome := store(len(said)), JobStored):
+    said.append(outcome.view.key)
+refused = [str(store(1_000).error) for _ in range(3)]
+subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
+said.append(store(2_000).view.key)
+end = journal.perform([StoreEnd(Seq(1), JobEnd(AT_S, "y" * 50_000))])[0]
+journal.close()
+again = Journal.open(folder / "jobs.sqlite3", FINGERPRINT)
+kept = [key for (key,) in again._db.execute("SELECT key FROM jobs ORDER BY seq")]
+print(json.dumps([said, refused, type(end).__name__, kept, again.unfinished]))
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system")
+def test_on_a_disk_that_is_full_what_was_said_is_kept_and_the_rest_is_refused(tmp_path: Path) -> None:
+    mounted = 'mount -t tmpfs -o size=200k tmpfs "$1" && exec "$2" -P -c "$3" "$1" "$4"'
+    tests = str(Path(__file__).parents[1])
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mounted, "sh", str(tmp_path), sys.executable, FULL_DISK, tests],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    said, refused, end, kept, unfinished = json.loads(ended.stdout)
+    assert kept == said
+    assert len(said) > 5
+    assert all("disk is full" in error for error in refused)
+    assert end == "EndStored"
+    assert unfinished == len(said) - 1

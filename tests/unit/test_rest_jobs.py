@@ -19,6 +19,7 @@ import pytest
 from jobs_world import FINGERPRINT
 from potluck.broker.gateway import Gateway
 from potluck.broker.job_desk import JobDesk
+from potluck.broker.jobs import Step
 from potluck.broker.journal import Journal
 from potluck.broker.rest import make_app
 from potluck.wire import limits
@@ -310,8 +311,11 @@ async def test_a_job_waits_for_a_chain_instead_of_failing(world: World) -> None:
     world.slots = 4
     world.core.refuses, world.core.accepts = UnavailableError("No whole chain is ready."), 0
     world.desk.look_for_room()
-    while world.desk.core.state.room_due_s is None:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    state = world.desk.core.state
+    while state.count(Step.RUNNING) == 0:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    while state.count(Step.RUNNING) == 1:  # noqa: ASYNC110
+        await asyncio.sleep(0)
     assert (await world.job("mine")).json()["status"] == "queued"
     world.core.refuses = None
     world.desk.look_for_room()
