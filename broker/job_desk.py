@@ -52,7 +52,7 @@ from potluck.broker.jobs import Jobs
 from potluck.broker.journal import Journal, decode_request, digest_of, encode_request
 from potluck.broker.journal_thread import JournalThread
 from potluck.runtime.clockwork import Clockwork
-from potluck.wire.errors import JobsOffError, PotluckError, UnavailableError
+from potluck.wire.errors import ClosingError, JobsOffError, Phase, PotluckError
 from potluck.wire.messages import JobView, Submit
 
 log = logging.getLogger("potluck.broker")
@@ -99,7 +99,7 @@ class JobDesk:
         self._stopped = True
 
     async def close(self) -> None:
-        """Writes what was taken in, and closes the journal. Who still waits gets an UnavailableError."""
+        """Writes what was taken in, and closes the journal. Who still waits gets a ClosingError."""
         if self._thread is None:
             return
         self._stopped = True
@@ -107,7 +107,7 @@ class JobDesk:
         self._clockwork.close()
         for future in self._asked.values():
             if not future.done():
-                future.set_exception(UnavailableError("The broker is shutting down.", retry_after_s=10))
+                future.set_exception(_closing())
 
     # ---- questions
 
@@ -159,7 +159,7 @@ class JobDesk:
         if self._thread is None:
             raise JobsOffError(hint="Start potluck-broker without --no-journal.")
         if self._stopped:
-            raise UnavailableError("The broker is shutting down.", retry_after_s=10)
+            raise _closing()
 
     # ---- the core's clockwork
 
@@ -252,3 +252,12 @@ class _Run:
                 over = RunFailed(self._seq, event.error, time.time())
         # Not at once: the core's effects of this moment are still being carried out.
         asyncio.get_running_loop().call_soon(self._desk.run_over, over)
+
+
+def _closing() -> ClosingError:
+    return ClosingError(
+        "The broker is closing and takes no new jobs.",
+        hint="Send it again once a broker is there; a job that was taken in is done then.",
+        phase=Phase.SUBMIT,
+        retry_after_s=10,
+    )

@@ -60,8 +60,10 @@ def measured(core: Core, event: StageMeasured) -> Iterator[Effect]:
         return
     if event.profile.fingerprint != core.model.fingerprint:
         error = StageError(
-            f"{stage.device} measured another model.", device=stage.device, phase=Phase.MEASURE
-        )
+            f"{stage.device} measured another model than {core.model.name}.",
+            hint="Restart potluck-stage there, of the same version as this broker.",
+            device=stage.device, stage=stage.stage, phase=Phase.MEASURE,
+        )  # fmt: skip
         yield from _give_up(core, stage, event.cause, error)
         return
     stage.profile, stage.status, stage.detail = event.profile, StageStatus.SPARE, ""
@@ -215,7 +217,11 @@ def time_passed(core: Core, cause: str) -> Iterator[Effect]:
     for stage in list(core.state.stages.values()):
         limit_s = core.config.measure_timeout_s
         if stage.status is StageStatus.MEASURING and core.now >= stage.last_progress_s + limit_s:
-            error = StageError(f"No progress for {limit_s:g} s.", device=stage.device, phase=Phase.MEASURE)
+            error = StageError(
+                f"{stage.device} made no progress while it was measured for {limit_s:g} s.",
+                hint="Look at its log; restart potluck-stage there.",
+                device=stage.device, stage=stage.stage, phase=Phase.MEASURE,
+            )  # fmt: skip
             yield from _give_up(core, stage, cause, error)
     for number, probe in list(core.state.probes.items()):
         if core.now >= probe.began_s + core.config.probe_timeout_s:

@@ -76,6 +76,7 @@ from potluck.wire.errors import (
     ClosingError,
     FrameTooLargeError,
     MalformedError,
+    Phase,
     PlanError,
     PotluckError,
     WireError,
@@ -327,9 +328,12 @@ class BrokerServer:
                 return PlanNotFound(cause="planner", number=ask.number, error=error)
             except Exception as error:
                 log.exception("the planner failed")
-                return PlanNotFound(
-                    cause="planner", number=ask.number, error=PlanError(f"The planner failed: {error}")
+                failed = PlanError(
+                    f"The planner failed: {error}",
+                    hint="Give every device its layers with --layers, or start the broker with --plan even.",
+                    phase=Phase.PLAN,
                 )
+                return PlanNotFound(cause="planner", number=ask.number, error=failed)
             return PlanComputed(cause="planner", number=ask.number, plan=plan)
 
         self.feed(await self._beside(work))

@@ -55,7 +55,10 @@ class Batches:
                 now,
                 event.epoch,
                 message.batch,
-                StageError(f"Micro-batch {message.batch} does not fit this stage. {error.what}"),
+                StageError(
+                    f"Micro-batch {message.batch} does not fit this stage. {error.what}",
+                    hint="Check that all devices run the same version of Potluck.",
+                ),
                 phase_of(message),
                 event.cause,
             )

@@ -128,7 +128,8 @@ class Holder:
             loaded = engine.load(spec)
             if loaded.width != wished.model.width:
                 raise ModelError(
-                    f"{wished.model.name} has rows of {loaded.width} here and {wished.model.width} at the broker."
+                    f"{wished.model.name} has rows of {loaded.width} here and {wished.model.width} at the broker.",
+                    hint="Copy the broker's model file to this device.",
                 )
             return _Kept(engine, engine.sampler() if spec.is_last else None, loaded, wished.slots)
         except Exception:

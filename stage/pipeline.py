@@ -61,7 +61,9 @@ def attempt(work: Callable[[], T]) -> T | PotluckError:
     except PotluckError as error:
         return error
     except MemoryError:
-        return OutOfMemoryError()
+        return OutOfMemoryError(
+            hint="Start potluck-stage with a lower --max-memory-gb, or close other programs."
+        )
     except Exception as error:
         log.exception("the engine raised what no engine should")
         return EngineError(f"The engine failed: {type(error).__name__}: {error}")

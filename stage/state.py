@@ -25,6 +25,10 @@ RELOAD_AFTER_BREAKS = 2
 """After this many failed micro-batches in a row an engine is not trusted any more: the next epoch loads it anew."""
 
 
+LOOK = "Look at the log of that device; restart potluck-stage there if it goes on."
+"""What to do about an error that does not know itself."""
+
+
 def words_of(layers: Slice) -> str:
     """A slice for people, its last layer included."""
     return f"layers {layers.first}-{layers.end - 1} of {layers.model.name}"
@@ -43,10 +47,10 @@ class StageIdentity:
     capabilities: Capabilities = Capabilities()
 
     def placed(self, error: PotluckError, phase: Phase) -> PotluckError:
-        """The error with this device and stage, and the phase unless it knows better."""
+        """The error with this device and stage, and the phase and what to do unless it knows better."""
         return type(error)(
             error.what,
-            hint=error.hint,
+            hint=error.hint or LOOK,
             device=self.device,
             stage=self.stage,
             phase=error.phase or phase,

@@ -194,6 +194,8 @@ def test_measuring_without_progress_ends_and_with_progress_goes_on():
     world.wait(2.0)
     assert world.core.state.stages[a].status is not StageStatus.MEASURING
     assert world.planner.seen
+    told = next(report.text for report in world.reports if "made no progress" in report.text)
+    assert "[device a, stage a/1, phase measure] Look at its log" in told
 
 
 def test_a_probe_that_never_ends_counts_as_a_cut_link():
