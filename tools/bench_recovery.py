@@ -45,8 +45,8 @@ from potluck.wire.messages import StateView
 STAGES = 3
 ASKS = 3
 """Different requests per stream; the streams ask all of them again and again."""
-STANDBY_OFF: tuple[str, ...] = ("--standby", "off")
-"""The broker's options for a cluster without standby slices."""
+STANDBY_ON: tuple[str, ...] = ("--standby", "auto")
+"""The broker's options for a cluster with slices on standby."""
 MOST_BETWEEN_TOKENS = 10
 """A fault comes at most so many tokens of each stream after the one before is over."""
 JITTER_S = 0.03
@@ -167,7 +167,7 @@ class _Run:
         bench = self.bench
         options = [
             "--stages", str(STAGES), "--slots", str(bench.streams), "--context", str(CONTEXT_TOKENS), "--http", "off",
-            *(["--exact"] if bench.exact else []), *([] if warm else STANDBY_OFF),
+            *(["--exact"] if bench.exact else []), *(STANDBY_ON if warm else []),
             *(f"--reserve={stage_name(STAGES + extra)}" for extra in range(bench.fault.stages)),
         ]  # fmt: skip
         with self._folder(number) as folder:

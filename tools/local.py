@@ -152,12 +152,14 @@ class LocalCluster:
 
 
 def _defaults(options: Sequence[str]) -> list[str]:
-    """Free ports, and an even plan: stages of one machine that are measured at the same time disturb each other.
+    """Free ports, and an even plan: stages of one machine that are measured at the same time disturb each other, and so
+    do stages that load layers for a loss beside what they serve.
 
     The broker is stopped together with its stages, so it waits for no request.
     """
     wanted = {
         "--port": "0", "--results-port": "0", "--http": "127.0.0.1:0", "--plan": "even", "--drain-timeout": "0",
+        "--standby": "off",
     }  # fmt: skip
     return [part for flag, value in wanted.items() if flag not in options for part in (flag, value)]
 

@@ -38,6 +38,7 @@ from potluck.wire.messages import StateView
 
 OPTIONS = (
     "--exact", "--slots", "8", "--context", "128", "--heartbeat", "0.2", "--misses", "8", "--log-level", "warning",
+    "--standby", "auto",
 )  # fmt: skip
 """Five beats in the time of one: what takes minutes at home takes seconds here."""
 QUIET_S = 60.0
