@@ -61,7 +61,10 @@ def witness_of(child: Child) -> psutil.Process:
 
 async def gone(witness: psutil.Process) -> bool:
     """Whether it has ended; whoever it was left to may not have fetched its status."""
-    return not witness.is_running() or witness.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not witness.is_running() or witness.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def expect_told(world: World, text: str) -> None:
@@ -97,9 +100,11 @@ def test_a_stage_that_is_killed_or_crashes_is_named_so(
     made.run(scenario())
 
 
-LIMIT = 220_000_000
-HOG = 190_000_000
-"""With what a stage takes that is more than the limit, and less without it."""
+LIMIT = 260_000_000
+HOG = 170_000_000
+"""With what the stage takes, 115 MB, that is more than the limit; with what its witness needs for the report, less."""
+CACHES = ("--context", "16384", "--slots", "8")
+"""67 MB of them."""
 EATS = f"""
 import sys
 held = b"x" * {HOG}
@@ -137,7 +142,7 @@ def test_a_stage_that_the_kernel_kills_for_memory_is_named_so_and_the_hint_says_
         with memory_limit(LIMIT) as group:
             hog = None
             try:
-                await world.start_broker("--stages", "1", "--http", "off", *FAST)
+                await world.start_broker("--stages", "1", "--http", "off", *CACHES, *FAST)
                 stage = await stage_within(world, group)
                 await world.ready()
                 choose(stage.process.pid)
@@ -148,13 +153,12 @@ def test_a_stage_that_the_kernel_kills_for_memory_is_named_so_and_the_hint_says_
                     stdout=asyncio.subprocess.PIPE,
                 )
                 assert await stage.process.wait() == -signal.SIGKILL
-                assert group.kills == 1
+                assert group.kills > 0
                 await expect_told(world, "stage-1 was killed by the kernel for lack of memory")
                 await expect_told(world, "--max-memory-gb")
             finally:
                 if hog is not None:
-                    await hog.communicate(b"enough")
-                    assert hog.returncode == 0
+                    await hog.communicate(b"enough")  # the kernel may not have waited for the stage's memory
                 await world.close()
 
     with world.runner:
