@@ -41,7 +41,7 @@ def until_ready_s(core: Core) -> int:
 
 def clamped(seconds: float) -> int:
     """Whole seconds that a client can be told."""
-    return min(MOST_S, max(LEAST_S, math.ceil(seconds)))
+    return max(LEAST_S, math.ceil(min(MOST_S, seconds)))  # a share next to nothing makes it infinite
 
 
 def ready_s(core: Core) -> float:

@@ -39,6 +39,9 @@ from potluck.wire.messages import (
 
 MAX_BREAKS = 3
 """A stage on which this many micro-batches in a row broke is left out until it joins anew."""
+FORGETS = 0.98
+"""What is left of a chain's slowest pace after a further micro-batch: a spell in which the devices were busy with other
+things must not make a hang that comes much later cost as long."""
 
 
 def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
@@ -107,7 +110,7 @@ def returned(core: Core, event: BatchReturned) -> Iterator[Effect]:
         )
         return
     token_s = (core.now - max(flight.sent_s, chain.moved_s)) / max(1, flight.tokens)
-    chain.slowest_token_s = max(chain.slowest_token_s or 0.0, token_s)
+    chain.slowest_token_s = max(FORGETS * (chain.slowest_token_s or 0.0), token_s)
     if event.batch == next(iter(chain.in_flight)):
         chain.moved_s = core.now
     del chain.in_flight[event.batch]

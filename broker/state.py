@@ -243,7 +243,7 @@ class Chain:
     returned: int = 0
     """Micro-batches that came out of it."""
     slowest_token_s: float | None = None
-    """The longest that a micro-batch took, per token, after the one before it; None before the first."""
+    """The longest that a micro-batch took lately, per token, after the one before it; None before the first."""
 
     @property
     def stages(self) -> tuple[StageId, ...]:

@@ -310,6 +310,20 @@ def test_a_fast_chain_that_stops_is_found_in_seconds() -> None:
     assert tuple(world.tokens[request]) == continuation((1, 2, 3), 20)
 
 
+def test_a_chain_that_was_slow_for_a_while_and_stops_much_later_is_found_in_seconds_too() -> None:
+    world = CoreWorld(BrokerConfig(slots=2, context_tokens=1024, settle_s=0.0))
+    world.start("a", "b")
+    request = ask(world, "r", limit=600)
+    for step in range(300):
+        world.wait(4.0 if 3 <= step < 9 else 0.01)
+        world.move_one()
+    epoch = world.core.state.epoch
+    world.wait(world.config.least_batch_timeout_s + 1)
+    assert world.core.state.epoch == epoch + 1
+    world.settle()
+    assert tuple(world.tokens[request]) == continuation((1, 2, 3), 600)
+
+
 def test_requests_wait_for_new_stages_up_to_the_limit_and_then_fail_naming_what_is_missing() -> None:
     world = CoreWorld(BrokerConfig(wait_limit_s=10.0))
     (a,) = world.start("a")

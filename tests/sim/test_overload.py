@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from tests.sim.core_world import CoreWorld, continuation
 from tests.sim.test_broker_core import ask, ends_well
 
@@ -196,6 +196,7 @@ def test_without_stages_somebody_has_to_act_and_the_answer_is_the_same_every_tim
     assert retry_after(world) == 30
 
 
+@example([(Phase.SLICE, 0.0, 0.0), (Phase.SLICE, 1.1125369292536007e-308, 2.0)])
 @given(
     shares=st.lists(
         st.tuples(st.sampled_from([Phase.SLICE, Phase.LOAD]), st.floats(0, 1), st.floats(0, 2000)),
