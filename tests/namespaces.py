@@ -33,6 +33,7 @@ import pytest
 from acceptance.cluster_world import COMMANDS, DEADLINE_S, Ended, command_line, environment
 
 NETWORK = "10.77"
+CABLE = "cable"
 KEPT_BYTES = "16kb"
 """What a limited link lets through at once: more than a timer tick's worth of 100 Mbit/s."""
 QUEUED = "400ms"
@@ -153,6 +154,24 @@ class Host:
     def up(self) -> None:
         """Puts the cable back."""
         ip("ip", "-n", self.switch, "link", "set", self.port, "up")
+
+    def join(self, other: Host) -> None:
+        """A cable of their own between two hosts, `cable` at either end; no other way leads from one to the other."""
+        ends = ((self, other), (other, self))
+        ip(
+            "ip", "-n", self.namespace, "link", "add", CABLE, "type", "veth",
+            "peer", "name", CABLE, "netns", other.namespace,
+        )  # fmt: skip
+        for here, _ in ends:
+            ip("ip", "-n", here.namespace, "link", "set", CABLE, "up")
+        for here, there in ends:
+            to = f"{there.address}/32"
+            ip("ip", "-n", here.namespace, "route", "add", to, "dev", CABLE, "src", here.address)
+            ip("ip", "-n", here.namespace, "route", "add", "unreachable", to, "metric", "9999")
+
+    def part(self) -> None:
+        """Takes the link at this end of its own cable down; the other end loses its carrier."""
+        ip("ip", "-n", self.namespace, "link", "set", CABLE, "down")
 
     def add_interface(self, name: str, address: str) -> None:
         """One more interface that leads nowhere, e.g. docker0 with 172.17.0.1/16."""

@@ -1,8 +1,12 @@
 """The cable between two neighbours of a chain is cut in the middle of answers, and both still reach the broker.
 
-Three stages and the broker are hosts of their own (network namespaces). The cut is one at the lowest level: each of the
-two takes the other to be at a hardware address that nobody has, so frames leave and never arrive, as in a switch that
-has lost a table. Open connections and new ones are hit alike, in both directions, and nobody is told.
+Three stages and the broker are hosts of their own (network namespaces). Open connections and new ones are hit alike, in
+both directions. It is cut in two ways:
+
+- silently: each of the two takes the other to be at a hardware address that nobody has, so frames leave and never
+  arrive, as in a switch that has lost a table, and nobody is told;
+- `ip link set cable down`: the two have a cable of their own and no other way to each other. One end finds no route any
+  more, the other no carrier.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import ast
 import json
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,13 +56,18 @@ ASKED = (
 )
 
 
-def cut(one: Host, other: Host) -> None:
+def lose_the_way(one: Host, other: Host) -> None:
     """From now on neither hears the other."""
     for here, there in ((one, other), (other, one)):
         ip(
             "ip", "-n", here.namespace, "neigh", "replace", there.address, "lladdr", NOBODY, "dev", "eth0",
             "nud", "permanent",
         )  # fmt: skip
+
+
+def take_down(one: Host, other: Host) -> None:
+    """The same, and `one` knows it."""
+    one.part()
 
 
 def reaches(one: Host, address: str, port: str) -> bool:
@@ -87,8 +97,9 @@ def tokens_of(stream: Process) -> list[str]:
     return [text for _, text in numbered]
 
 
+@pytest.mark.parametrize("cut", [lose_the_way, take_down])
 def test_a_cut_link_between_two_stages_costs_no_token_and_is_not_used_again(
-    smollm2_path: Path, tmp_path: Path
+    cut: Callable[[Host, Host], None], smollm2_path: Path, tmp_path: Path
 ) -> None:
     running: list[Process] = []
     env = {"POTLUCK_CACHE_DIR": str(tmp_path / "cache")}
@@ -98,6 +109,8 @@ def test_a_cut_link_between_two_stages_costs_no_token_and_is_not_used_again(
         return running[-1]
 
     with household(4) as (home, *stages):
+        if cut is take_down:
+            stages[0].join(stages[1])
         broker = start(
             home, "potluck-broker", "--model", smollm2_path, "--listen-address", home.address, "--no-discovery",
             "--http", "off", "--stages", "3", "--plan", "even", "--exact", "--slots", "4", "--context", "256",
