@@ -30,7 +30,7 @@ def until_room_s(core: Core) -> int:
         running = [request for request in state.requests.values() if request.slot is not None]
         held_s = max((core.now - (request.started_s or core.now) for request in running), default=0.0)
         gap_s = max(UNSEEN_END_S, held_s) / max(1, len(running))
-    room_s = len(state.waiting) * gap_s
+    room_s = max(1, len(state.waiting)) * gap_s
     return clamped(room_s if state.ready else room_s + ready_s(core))
 
 

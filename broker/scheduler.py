@@ -44,6 +44,15 @@ class _Draft:
         self.entries.append(Entry(request.slot, request.request, wants, request.sent))
 
 
+def room(state: BrokerState) -> tuple[int, int]:
+    """Slots that the next requests get at once, and all slots there are. While some are free, no request waits."""
+    if state.closing is not None:
+        return 0, 0
+    chains = [chain for chain in state.chains.values() if chain.open and not chain.closing]
+    slots = [owner for chain in chains for owner in chain.slots]
+    return slots.count(None), len(slots)
+
+
 def admit(state: BrokerState, now: float) -> list[tuple[Chain, RequestId]]:
     """Gives free slots to the requests that wait longest. Returns who got one, and where.
 

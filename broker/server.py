@@ -65,7 +65,8 @@ from potluck.broker.machine import BrokerMachine
 from potluck.broker.planning import choose
 from potluck.broker.planning_view import plan_view
 from potluck.broker.requests import check_request
-from potluck.broker.view import room, snapshot
+from potluck.broker.scheduler import room
+from potluck.broker.view import snapshot
 from potluck.runtime.address import seen_from
 from potluck.runtime.clockwork import Clockwork
 from potluck.runtime.loop import in_thread

@@ -59,10 +59,13 @@ def submit(core: Core, event: RequestSubmitted) -> Iterator[Effect]:
                 retry_after_s=after_s,
             )
         waiting = len(core.state.waiting)
-        if waiting >= core.config.queue_limit:
+        free, _ = scheduler.room(core.state)
+        if waiting >= core.config.queue_limit + free:
             after_s = estimates.until_room_s(core)
             raise QueueFullError(
-                f"{waiting} requests wait already, as many as may.",
+                f"{waiting} requests wait already, as many as may."
+                if waiting
+                else "No slot is free, and no request may wait for one.",
                 hint=f"Try again in {after_s} s.",
                 phase=Phase.SUBMIT,
                 retry_after_s=after_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from potluck.broker import standby
 from potluck.broker.core import Core
 from potluck.broker.machine import BrokerMachine
-from potluck.broker.state import BrokerState, Stage
+from potluck.broker.state import Stage
 from potluck.wire.messages import StageView, StateView
 
 
@@ -34,15 +34,6 @@ def snapshot(machine: BrokerMachine, now: float, started_s: float) -> StateView:
         detail="" if state.ready and state.closing is None else machine.missing,
         retry_after_s=machine.retry_after_s,
     )
-
-
-def room(state: BrokerState) -> tuple[int, int]:
-    """Slots that the next requests get at once, and all slots there are. While some are free, no request waits."""
-    if state.closing is not None:
-        return 0, 0
-    chains = [chain for chain in state.chains.values() if chain.open and not chain.closing]
-    slots = [owner for chain in chains for owner in chain.slots]
-    return slots.count(None), len(slots)
 
 
 def _stage(core: Core, stage: Stage, place: tuple[int, int] | None, now: float) -> StageView:

@@ -285,3 +285,18 @@ def test_requests_that_end_in_time_leave_nothing_behind() -> None:
         ask(world, f"r{number}", limit=1, timeout_s=86_400.0)
         world.feed(RequestCancelled(cause="client", request=RequestId(f"r{number}")))
         assert len(world.core.state.due) <= SPARE + 3
+
+
+def test_a_queue_of_none_serves_whoever_gets_a_slot_at_once() -> None:
+    world = CoreWorld(BrokerConfig(slots=1, context_tokens=64, chunk_tokens=8, settle_s=0.5, queue_limit=0))
+    world.start("a", "b")
+    first = ask(world, "first", limit=2)
+    assert first not in world.ends
+    error = refused(world)
+    assert isinstance(error, QueueFullError)
+    assert "no request may wait" in error.what
+    finish_one(world, 1.0)
+    assert ends_well(world, first)
+    second = ask(world, "second", limit=2)
+    finish_one(world, 1.0)
+    assert ends_well(world, second)

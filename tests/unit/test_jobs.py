@@ -11,8 +11,8 @@ from jobs_world import AT_S, DAY_S, JobsWorld, new_job
 from potluck.broker import jobs
 from potluck.broker.job_events import AskerLeft, JobAsked, JobSubmitted, RunFailed, Seq, StoreEnd, StoreJob
 from potluck.broker.jobs import AT_HAND_MOST, MOVES, Step
+from potluck.broker.scheduler import room
 from potluck.broker.state import BrokerState, Chain, Closing
-from potluck.broker.view import room
 from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import (
     ContextExceededError,
