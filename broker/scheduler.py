@@ -96,7 +96,7 @@ def fill(
         if decodes < stages:
             draft = _draft_decode(chain, running, stages)
         if draft is None and prefills < max(1, stages + 1 - decodes):
-            draft = _draft_prefill(chain, running, config)
+            draft = _draft_prefill(chain, running, config, max(1, stages - prefills))
         if draft is None:
             return
         batch = BatchId(state.next_batch)
@@ -122,16 +122,23 @@ def _draft_decode(chain: Chain, running: list[Request], stages: int) -> _Draft |
     return draft
 
 
-def _draft_prefill(chain: Chain, running: list[Request], config: BrokerConfig) -> _Draft | None:
-    """Up to `chunk_tokens` tokens of the prompts that came first, rows in the order of their slots."""
+def _draft_prefill(chain: Chain, running: list[Request], config: BrokerConfig, share: int) -> _Draft | None:
+    """Up to `chunk_tokens` tokens of the prompts that came first, rows in the order of their slots.
+
+    What would fit one micro-batch is shared out over `share` of them, whole requests each, so that the stages compute at
+    the same time: short prompts, or the last tokens of several answers after a takeover.
+    """
     waiting = sorted(
         (request for request in running if request.rest > 0 and not request.decoding),
         key=lambda request: (request.started_s, request.slot),
     )
-    room = config.chunk_tokens
+    room, least = config.chunk_tokens, 0
+    rest = sum(request.rest for request in waiting)
+    if rest <= room:
+        least = room - -(-rest // share)
     takes: list[tuple[Request, int]] = []
     for request in waiting:
-        if room == 0:
+        if room <= least:
             break
         count = _chunk(request, room, config)
         if count > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from tests.sim.core_world import CoreWorld, continuation
@@ -532,6 +533,27 @@ def test_takeover_with_copies_computes_only_what_came_after_them() -> None:
     again = world.computed - before
     assert again <= sum(sent.values()) - sum(held.values()) + 6
     assert sum(held.values()) > 30
+    world.settle()
+    for n, request in enumerate(requests):
+        assert tuple(world.tokens[request]) == continuation((n, 2, 3, 4), 30)
+
+
+def test_last_tokens_that_are_computed_again_are_shared_out_over_the_stages() -> None:
+    world = CoreWorld(dataclasses.replace(STANDBY, chunk_tokens=64, replay_tokens=7))
+    _, b, spare = world.start("a", "b", "spare")
+    ready(world)
+    requests = [ask(world, f"r{n}", (n, 2, 3, 4), limit=30) for n in range(4)]
+    run(world, 40)
+    held = [world.copy(spare, slot) for slot in range(4)]
+    run(world, 8)
+    world.lose(b)
+    while world.load_one():
+        pass
+    coming = [step.message.spans for step in world.chains[ChainId(0)].coming]
+    assert len(coming) == 2, "each of the two stages has a micro-batch"
+    rows = [sum(span.tokens for span in spans) for spans in coming]
+    assert abs(rows[0] - rows[1]) <= 7, rows
+    assert all(span.position >= held[span.slot] for spans in coming for span in spans)
     world.settle()
     for n, request in enumerate(requests):
         assert tuple(world.tokens[request]) == continuation((n, 2, 3, 4), 30)
