@@ -125,8 +125,8 @@ def _draft_decode(chain: Chain, running: list[Request], stages: int) -> _Draft |
 def _draft_prefill(chain: Chain, running: list[Request], config: BrokerConfig, share: int) -> _Draft | None:
     """Up to `chunk_tokens` tokens of the prompts that came first, rows in the order of their slots.
 
-    What would fit one micro-batch is shared out over `share` of them, whole requests each, so that the stages compute at
-    the same time: short prompts, or the last tokens of several answers after a takeover.
+    What would fit one micro-batch is shared out over `share` of them, whole requests each, so that the stages compute
+    at the same time: short prompts, or the last tokens of several answers after a takeover.
     """
     waiting = sorted(
         (request for request in running if request.rest > 0 and not request.decoding),
