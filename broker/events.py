@@ -6,14 +6,14 @@ The shell builds these from frames and timers. `cause` names what made it happen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from potluck.planner.plan import Plan
 from potluck.wire.errors import PotluckError
 from potluck.wire.ids import BatchId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
-from potluck.wire.messages import Hop, Slice, StageCounters
+from potluck.wire.messages import Holds, Hop, Slice, StageCounters
 from potluck.wire.sampling import Sampling, TokenLogprobs
 
 
@@ -38,11 +38,12 @@ class StageRegistered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBeat(Event):
-    """A frame came from a stage; with a heartbeat also its counters."""
+    """A frame came from a stage; with a heartbeat also its counters and what it holds."""
 
     stage: StageId
     epoch: Epoch
     counters: StageCounters | None = None
+    holds: Holds = field(default_factory=Holds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

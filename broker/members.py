@@ -82,6 +82,7 @@ def beat(core: Core, event: StageBeat) -> Iterator[Effect]:
     stage.last_heard_s = core.now
     if event.counters is None:
         return
+    stage.holds = event.holds
     if event.epoch == stage.epoch:
         stage.counters = event.counters
     if core.now < stage.asked_s + core.config.lost_after_s:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -408,7 +408,9 @@ class BrokerServer:
                     version=message.version,
                 )
             case Heartbeat():
-                return StageBeat(cause=cause, stage=stage, epoch=epoch, counters=message.counters)
+                return StageBeat(
+                    cause=cause, stage=stage, epoch=epoch, counters=message.counters, holds=message.holds
+                )
             case Progress():
                 share = f" {100 * message.done // message.total} %" if message.total else ""
                 return StageProgressed(
@@ -469,13 +471,15 @@ class BrokerServer:
 
     async def _read_results(self) -> None:
         while True:
-            frames = await self._results.recv()
-            try:
-                self._on_result(decode(frames, RESULTS))
-            except WireError as error:
-                self._refuse(b"", error)
-            except Exception:
-                log.exception("A result could not be handled.")
+            self._read_result(await self._results.recv())  # no name here keeps the frames while it waits
+
+    def _read_result(self, frames: Sequence[Buffer]) -> None:
+        try:
+            self._on_result(decode(frames, RESULTS))
+        except WireError as error:
+            self._refuse(b"", error)
+        except Exception:
+            log.exception("A result could not be handled.")
 
     def _on_result(self, envelope: Envelope) -> None:
         match envelope.message:

@@ -16,7 +16,7 @@ from potluck.planner.plan import ChainPlan, StagePlan
 from potluck.wire.errors import Phase, PotluckError
 from potluck.wire.ids import BatchId, ChainId, DeviceName, Epoch, RequestId, SlotId, StageId
 from potluck.wire.measures import Capabilities, LinkTiming, Profile
-from potluck.wire.messages import Assign, HopSums, Slice, StageCounters
+from potluck.wire.messages import Assign, Holds, HopSums, Slice, StageCounters
 from potluck.wire.sampling import Sampling
 
 
@@ -91,6 +91,7 @@ class Stage:
     """When it was last told what to hold."""
     counters: StageCounters = field(default_factory=StageCounters)
     hops: HopSums = field(default_factory=HopSums)
+    holds: Holds = field(default_factory=Holds)
     weights_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0

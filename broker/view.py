@@ -53,6 +53,7 @@ def _stage(core: Core, stage: Stage, place: tuple[int, int] | None, now: float) 
         compute_bytes=stage.compute_bytes,
         endpoint=stage.endpoint,
         detail=stage.detail or standby.text(stage),
+        holds=stage.holds,
         if_lost=core.losses.get(stage.stage, ""),
         capabilities=stage.capabilities,
         version=stage.version,

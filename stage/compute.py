@@ -82,13 +82,18 @@ class ThreadLane:
     def _run(self) -> None:
         free_s = self._clock()
         while (job := self._queue.get()) is not None and not self._closed:
-            begun_s = self._clock()
-            result = job.work()
-            ended_s = self._clock()
-            self._hand_over(self._finish, job, result, Spent(ended_s - begun_s, begun_s - free_s))
-            free_s = ended_s
+            free_s = self._do(job, free_s)
+            del job  # or it would be kept, with all it holds, until the next one comes
         self._last()
         self._hand_over(self._ended.set)
+
+    def _do(self, job: LaneJob, free_s: float) -> float:
+        """One job, on a lane that was free since then. Returns when it ended."""
+        begun_s = self._clock()
+        result = job.work()
+        ended_s = self._clock()
+        self._hand_over(self._finish, job, result, Spent(ended_s - begun_s, begun_s - free_s))
+        return ended_s
 
     def _finish(self, job: LaneJob, result: Any, spent: Spent) -> None:
         if not self._closed:
@@ -126,13 +131,16 @@ class InlineLane:
     async def _run(self) -> None:
         free_s = self._loop.time()
         while True:
-            job = await self._queue.get()
-            begun_s = self._loop.time()
-            await asyncio.sleep(job.cost_s() if self._cost_s is None else self._cost_s)
-            result = job.work()
-            ended_s = self._loop.time()
-            self._loop.call_soon(self._finish, job, result, Spent(ended_s - begun_s, begun_s - free_s))
-            free_s = ended_s
+            free_s = await self._do(await self._queue.get(), free_s)
+
+    async def _do(self, job: LaneJob, free_s: float) -> float:
+        """One job, on a lane that was free since then. Returns when it ended."""
+        begun_s = self._loop.time()
+        await asyncio.sleep(job.cost_s() if self._cost_s is None else self._cost_s)
+        result = job.work()
+        ended_s = self._loop.time()
+        self._loop.call_soon(self._finish, job, result, Spent(ended_s - begun_s, begun_s - free_s))
+        return ended_s
 
     def _finish(self, job: LaneJob, result: Any, spent: Spent) -> None:
         if not self._closed:

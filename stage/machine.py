@@ -400,7 +400,7 @@ class StageMachine:
         if self.membership.must_register(self._now):
             yield from self.membership.register(event.cause, state.epoch, self._now, anew=True)
         if self.membership.must_beat(self._now):
-            yield SendControl(Heartbeat(state.sums.snapshot()), state.epoch)
+            yield SendControl(Heartbeat(state.sums.snapshot(), state.holds), state.epoch)
             if wanted is not None and not wanted.told and wanted.outcome is not None:
                 wanted.told = True
                 yield SendControl(wanted.outcome, wanted.epoch)

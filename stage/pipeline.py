@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -104,8 +104,7 @@ class _Way:
             while not self._parcels:
                 self._more.clear()
                 await self._more.wait()
-            parcel = self._parcels[0]  # it keeps its place until it is gone
-            await self._send(parcel)
+            await self._send(self._parcels[0])  # it keeps its place until it is gone
             self._parcels.popleft()
 
     def close(self) -> None:
@@ -181,25 +180,27 @@ class Pipeline:
             while self.inside >= PLACES:
                 self._room.clear()
                 await self._room.wait()
-            frames = await self._pull.recv()
-            try:
-                envelope = decode(frames, ACCEPT)
-            except WireError as error:
-                self._feed(DataRefused(cause="data frame", error=error))
-                continue
-            message = envelope.message
-            if isinstance(message, MicroBatch):
-                cause = f"batch {message.batch}"
-                self._feed(
-                    BatchArrived(cause=cause, epoch=envelope.epoch, message=message, arrays=envelope.arrays)
-                )
-            elif isinstance(message, SlotCopy):
-                cause = f"copy after batch {message.batch}"
-                self._feed(CopyArrived(cause=cause, message=message, arrays=envelope.arrays))
-            elif isinstance(message, Ping):
-                self._answer(message)
-            elif isinstance(message, Pong):
-                self.prober.heard(message)
+            self._received(await self._pull.recv())  # no name here keeps the frames while it waits
+
+    def _received(self, frames: Sequence[Buffer]) -> None:
+        try:
+            envelope = decode(frames, ACCEPT)
+        except WireError as error:
+            self._feed(DataRefused(cause="data frame", error=error))
+            return
+        message = envelope.message
+        if isinstance(message, MicroBatch):
+            cause = f"batch {message.batch}"
+            self._feed(
+                BatchArrived(cause=cause, epoch=envelope.epoch, message=message, arrays=envelope.arrays)
+            )
+        elif isinstance(message, SlotCopy):
+            cause = f"copy after batch {message.batch}"
+            self._feed(CopyArrived(cause=cause, message=message, arrays=envelope.arrays))
+        elif isinstance(message, Ping):
+            self._answer(message)
+        elif isinstance(message, Pong):
+            self.prober.heard(message)
 
     def _answer(self, ping: Ping) -> None:
         """By way of the lane, as a micro-batch would go, unless that is busy: the hand-over is part of a hop."""

@@ -12,6 +12,7 @@ from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
     Assign,
     Capabilities,
+    Holds,
     Prepared,
     PrepareFailed,
     Ready,
@@ -261,6 +262,12 @@ class StageState:
                 return StageStatus.SERVING
             case StageFailed():
                 return StageStatus.FAILED
+
+    @property
+    def holds(self) -> Holds:
+        """What is loaded, for the broker."""
+        took = (held.loaded for held in self.held.values())
+        return Holds(len(self.held), sum(one.kv_bytes + one.compute_bytes + one.copied_bytes for one in took))
 
     @property
     def keep(self) -> frozenset[Slice]:

@@ -16,7 +16,7 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from potluck.tools.soak_census import MB, Census, Reading, grown, read
 from potluck.tools.soak_churn import AT_READINGS, STAYS, Churn
 from potluck.tools.soak_load import Person, Tally
 from potluck.wire.errors import PotluckError
-from potluck.wire.messages import StateView
+from potluck.wire.messages import Holds, StateView
 
 OPTIONS = (
     "--exact", "--slots", "8", "--context", "128", "--heartbeat", "0.2", "--misses", "8", "--log-level", "warning",
@@ -105,7 +105,7 @@ class SoakReport:
         )
         console.print(f"Devices: {_counted(self.churn)}.", highlight=False)
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in ("reading", "requests", "process", "MB", "of that own", "files", "threads"):
+        for title in ("reading", "requests", "process", "MB", "of that own", "slices", "files", "threads"):
             table.add_column(title, justify="left" if title in ("reading", "process") else "right")
         for census in self.censuses:
             for index, (name, reading) in enumerate(census.readings.items()):
@@ -122,6 +122,7 @@ def _cells(reading: Reading) -> tuple[str, ...]:
     return (
         f"{reading.rss_bytes / MB:.1f}",
         f"{reading.own_bytes / MB:.1f}",
+        f"{reading.held_bytes / MB:.1f}",
         str(reading.files),
         str(reading.threads),
     )
@@ -180,36 +181,44 @@ class _Run:
         """Takes a reading when everything stands still."""
         await self._churn.as_at_readings()
         async with Client(self._cluster.address) as client:
-            await self._quiet(client)
-        readings = await self._settled()
+            view = await self._quiet(client)
+        readings = await self._settled({stage.device: stage.holds.memory_bytes for stage in view.stages})
         tally = self.report.tally
         census = Census(name, time.monotonic() - self._begun_s, tally.ended, readings)
         self.report.censuses.append(census)
         broker = readings["broker"]
         self._tell(f"{name}: {tally.ended} requests, broker {' '.join(_cells(broker))}")
 
-    async def _quiet(self, client: Client) -> None:
-        """Until nobody is served, all devices are there, and nothing is loaded. Raises PotluckError."""
+    async def _quiet(self, client: Client) -> StateView:
+        """Waits until nobody is served, all devices are there, and what they hold stays the same for some looks.
+
+        Raises PotluckError.
+        """
         names = {STAYS, *AT_READINGS}
         deadline = time.monotonic() + QUIET_S
+        same = 0
+        held: Mapping[str, Holds] = {}
         while True:
             view = await client.state(timeout_s=QUIET_S)
-            if _stands_still(view, names):
-                return
+            holds = {stage.device: stage.holds for stage in view.stages}
+            same = same + 1 if _stands_still(view, names) and holds == held else 0
+            if same >= SAME_LOOKS:
+                return view
+            held = holds
             if time.monotonic() > deadline:
                 raise PotluckError(f"The cluster does not come to rest: {view}")
             await asyncio.sleep(LOOK_S)
 
-    async def _settled(self) -> dict[str, Reading]:
-        """Readings once the numbers of files and threads have stopped changing."""
+    async def _settled(self, held: Mapping[str, int]) -> dict[str, Reading]:
+        """Readings once the numbers of files and threads have stopped changing; by device, what its slices take."""
         assert self._cluster.broker is not None
         pids = {"broker": self._cluster.broker.process.pid}
         pids |= {child.name: child.process.pid for child in self._cluster.stages}
         deadline = time.monotonic() + QUIET_S
-        same, last = 0, {name: read(pid) for name, pid in pids.items()}
+        same, last = 0, {name: read(pid, held.get(name, 0)) for name, pid in pids.items()}
         while same < SAME_LOOKS and time.monotonic() < deadline:
             await asyncio.sleep(LOOK_S)
-            now = {name: read(pid) for name, pid in pids.items()}
+            now = {name: read(pid, held.get(name, 0)) for name, pid in pids.items()}
             same = same + 1 if all(now[name].counts == last[name].counts for name in now) else 0
             last = now
         return last

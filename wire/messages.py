@@ -140,10 +140,19 @@ class Register(Body, frozen=True):
     capabilities: Capabilities = Capabilities()
 
 
+class Holds(Body, frozen=True):
+    """What a stage has loaded, for now and on standby, whatever the epoch."""
+
+    slices: Count = 0
+    memory_bytes: Count = 0
+    """KV caches, compute buffers, and weights that were laid out anew; not what is mapped from a file."""
+
+
 class Heartbeat(Body, frozen=True):
-    """Says that the stage is alive, and what it has done in this epoch."""
+    """Says that the stage is alive, what it has done in this epoch, and what it holds."""
 
     counters: StageCounters = StageCounters()
+    holds: Holds = Holds()
 
 
 class Progress(Body, frozen=True):
@@ -582,6 +591,8 @@ class StageView(Body, frozen=True):
     version: Text = ""
     if_lost: Text = ""
     """What its loss would cost, in words."""
+    holds: Holds = Holds()
+    """As of the stage's last heartbeat."""
 
 
 class StateView(Body, frozen=True):

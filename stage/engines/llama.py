@@ -35,6 +35,7 @@ from potluck.stage.engines.llama_rows import best_sizes, time_rows
 from potluck.stage.engines.llama_sampler import LlamaSampler
 from potluck.stage.engines.llama_state import SlotStates
 from potluck.stage.engines.slots import SlotTable
+from potluck.stage.memory import trim
 from potluck.wire.errors import EngineError, OutOfMemoryError, Phase, PotluckError
 from potluck.wire.frames import Buffer
 from potluck.wire.messages import Span
@@ -94,6 +95,7 @@ class LlamaEngine:
         if self._slice is not None:
             self._slice.close()
             self._slice = None
+            trim()  # a device that is rid of a slice has its memory again
 
     def _loaded(self) -> _Slice:
         if self._slice is None:

@@ -17,6 +17,7 @@ from potluck.broker.events import (
     DrainEnded,
     LinkProbed,
     LinkSilent,
+    StageBeat,
     StageLeaves,
     StageLeft,
     StageNotPrepared,
@@ -26,8 +27,9 @@ from potluck.planner.even import plan_even
 from potluck.planner.manual import ManualPlanner
 from potluck.planner.plan import NO_NETWORK, Candidate, ModelShape, Network, Plan
 from potluck.wire.errors import EngineError, OutOfMemoryError, UnavailableError
-from potluck.wire.ids import ChainId, DeviceName, StageId
+from potluck.wire.ids import ChainId, DeviceName, Epoch, StageId
 from potluck.wire.measures import LinkTiming
+from potluck.wire.messages import Holds, StageCounters
 
 PROMPT = (1, 2, 3)
 STANDBY = BrokerConfig(slots=4, context_tokens=64, chunk_tokens=8, settle_s=0.5, reserve=("spare",))
@@ -89,6 +91,17 @@ def test_spare_is_told_to_hold_what_each_stage_serves() -> None:
     assert view.detail == "standby: layers 0-5, 6-11"
     losses = {s.device: s.if_lost for s in snapshot(world.core, world.now, 0.0).stages}
     assert losses["a"] == "If a is lost, spare takes over at once."
+
+
+def test_what_a_stage_holds_is_shown_as_its_last_beat_said_in_whatever_epoch() -> None:
+    world = CoreWorld(STANDBY)
+    _, _, spare = world.start("a", "b", "spare")
+    ready(world)
+    said = Holds(slices=2, memory_bytes=60)
+    world.feed(StageBeat(cause=spare, stage=spare, epoch=Epoch(0), counters=StageCounters(), holds=said))
+    world.feed(StageBeat(cause=spare, stage=spare, epoch=Epoch(0)))
+    (view,) = (s for s in snapshot(world.core, world.now, 0.0).stages if s.stage == spare)
+    assert view.holds == said
 
 
 def test_what_is_kept_for_the_next_loss_is_loaded_only_after_streams_have_gone_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 
@@ -507,6 +508,31 @@ def test_a_lane_runs_jobs_in_order_and_its_last_word_after_them(
         await lane.close(lambda: ran.append(-1), DEADLINE_S)
         assert results == list(range(50))
         assert ran == [*range(50), -1]
+
+    go(scenario())
+
+
+@pytest.mark.parametrize("lane_type", [ThreadLane, InlineLane])
+def test_a_lane_that_is_free_keeps_nothing_of_its_last_job(
+    lane_type: type[ThreadLane | InlineLane],
+) -> None:
+    async def scenario() -> None:
+        lane = lane_type()
+        gone = [asyncio.Event(), asyncio.Event()]
+        loop = asyncio.get_running_loop()
+
+        class Large:
+            def __init__(self, gone: asyncio.Event) -> None:
+                weakref.finalize(self, loop.call_soon_threadsafe, gone.set)
+
+        given, result = Large(gone[0]), Large(gone[1])
+        results = [result]
+        lane.submit(LaneJob(lambda given=given: (given, results.pop())[1], lambda result, spent: None))  # type: ignore[misc]
+        del given, result
+        async with asyncio.timeout(DEADLINE_S):
+            for one in gone:
+                await one.wait()
+        await lane.close(lambda: None, DEADLINE_S)
 
     go(scenario())
 

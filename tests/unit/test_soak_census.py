@@ -21,8 +21,10 @@ from potluck.tools.soak_census import (
 MB = 1_000_000
 
 
-def reading(own_bytes: int = 50 * MB, files: int = 40, threads: int = 5, pid: int = 1) -> Reading:
-    return Reading(pid, 2 * own_bytes, own_bytes, files, threads)
+def reading(
+    own_bytes: int = 50 * MB, files: int = 40, threads: int = 5, pid: int = 1, held_bytes: int = 0
+) -> Reading:
+    return Reading(pid, 2 * own_bytes, own_bytes, files, threads, held_bytes)
 
 
 def soak(*readings: Reading) -> Sequence[Census]:
@@ -49,6 +51,17 @@ def test_more_than_at_both_readings_before_has_grown(more: Reading, word: str) -
     found = grown(soak(reading(), reading(), reading(), more))
     assert len(found) == 1
     assert word in found[0]
+
+
+def test_a_device_that_holds_other_slices_than_before_has_not_grown() -> None:
+    more = reading(90 * MB, held_bytes=40 * MB)
+    assert grown(soak(reading(), reading(), reading(), more)) == []
+
+
+def test_what_is_kept_of_slices_that_are_gone_has_grown() -> None:
+    full = reading(90 * MB, held_bytes=40 * MB)
+    kept = reading(90 * MB)
+    assert len(grown(soak(full, full, full, kept))) == 1
 
 
 def test_a_process_that_was_started_anew_is_not_compared_with_the_one_before() -> None:

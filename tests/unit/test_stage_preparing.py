@@ -33,6 +33,7 @@ from potluck.wire.ids import Epoch
 from potluck.wire.messages import (
     ErrorInfo,
     Heartbeat,
+    Holds,
     Prepare,
     Prepared,
     PrepareFailed,
@@ -40,7 +41,7 @@ from potluck.wire.messages import (
     Slice,
     StageFailed,
 )
-from stage_core import SLICE, Core, quiet, sent
+from stage_core import LOADED, SLICE, Core, quiet, sent
 from stage_world import RESULTS, assignment, int32, prompt_batch
 
 WHOLE, FRONT, BACK = SLICE, assignment(0, 2).slice, assignment(1, 2).slice
@@ -82,6 +83,16 @@ def test_slices_are_loaded_one_after_the_other_in_their_order_beside_the_one_tha
     assert stage.status is StageStatus.SERVING
     assert stage.held == {WHOLE, FRONT, BACK}
     assert stage.job(prompt_batch(1), int32(1, 2, 3)).assign.slice == WHOLE
+
+
+def test_each_beat_says_how_many_slices_are_held_and_what_they_take_besides_the_file() -> None:
+    stage = Stage()
+    stage.prepare(1, FRONT)
+    stage.load(2)
+    (beat,) = sent(stage.wait())
+    assert isinstance(beat, Heartbeat)
+    one = LOADED.kv_bytes + LOADED.compute_bytes + LOADED.copied_bytes
+    assert beat.holds == Holds(slices=2, memory_bytes=2 * one)
 
 
 def test_what_is_held_already_is_answered_at_once_and_took_no_time() -> None:
